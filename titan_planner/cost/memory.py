@@ -1,0 +1,156 @@
+"""Memory of the fullest rank of every stage: parameters, gradients and optimizer counted; activations by a coarse closed form.
+
+What is counted is exact for this runtime. Activations use the closed form for a Llama block with flash attention (bf16,
+bytes per layer, T local tokens): 8 T h + 4 T a d + 4 T k d + 4 T a + 8 T f, all over tp with sequence parallel; real eager
+modules keep up to 37 % more (fp32 norms, rotary copies). The allocator's reserve is the spec's `memory_headroom`.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from titan_planner.ir.execution import CheckpointPolicy
+from titan_planner.ir.fqn import matches
+from titan_planner.ir.inventory import Parameter, parameters
+from titan_planner.ir.model import Block, Gqa, SwiGlu
+from titan_planner.ir.plan import Plan, StageMemory
+from titan_planner.schedules import microbatches_in_flight
+from titan_planner.sharding import local_shape
+
+GIB = 2**30
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# Eager fp32 cross-entropy at the loss, measured bytes per local logit; fused or compiled about half of it.
+_LOGIT_BYTES_EAGER, _LOGIT_BYTES_COMPILED = 12.3, 6.0
+
+
+def module_numel(plan: Plan) -> dict[str, int]:
+    """Elements that one tensor rank holds of every top-level module, before FSDP shards them."""
+    found = {layer.fqn: 0 for layer in plan.layers}
+    for parameter in parameters(plan.model):
+        found[top_level(parameter)] += _local_numel(plan, parameter)
+    if plan.model.tied and plan.layers[0].stage != plan.layers[-1].stage:
+        # The last stage needs its own copy of the tied weight.
+        found["output"] = found["tok_embeddings"]
+    return found
+
+
+def _local_numel(plan: Plan, parameter: Parameter) -> int:
+    total = 1
+    for size in local_shape(parameter, plan.mesh.tp, plan.tensor_parallel.kv_replicas):
+        total *= size
+    return total
+
+
+def top_level(parameter: Parameter) -> str:
+    """The stage-able module that owns `parameter`: `layers.3.attention.wq.weight` -> `layers.3`."""
+    parts = parameter.fqn.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
+    """Memory of the fullest rank of each pipeline *rank*, reported at its first stage; GiB."""
+    numel = module_numel(plan)
+    # Equal layers cost the same, so activations are computed once per (kind of block, policy).
+    cached: dict[tuple[int, str], float] = {}
+    blocks = list(plan.model.layers())
+    found = []
+    for rank in range(plan.mesh.pp):
+        stages = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == rank]
+        layers = [layer for layer in plan.layers if layer.stage in stages]
+        held = microbatches_in_flight(
+            plan.pipeline.schedule, plan.mesh.pp, rank, plan.pipeline.microbatches, len(stages)
+        )
+        activations = 0.0
+        for layer in layers:
+            if layer.fqn.startswith("layers."):
+                block = blocks[int(layer.fqn.split(".")[1])]
+                key = (id(block), layer.checkpoint)
+                if key not in cached:
+                    policy = plan.activation_checkpoint.policy(layer.checkpoint)
+                    assert policy is not None
+                    cached[key] = block_activation_bytes(plan, block, policy)
+                activations += cached[key]
+        local = sum(numel[layer.fqn] for layer in layers)
+        shards = plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1
+        found.append(
+            StageMemory(
+                stage=stages[0],
+                parameters_gib=_gib(local * _BYTES[plan.dtype] / shards),
+                gradients_gib=_gib(local * _BYTES[plan.dtype] / shards),
+                optimizer_gib=_gib(local * 2 * _BYTES[plan.optimizer.state_dtype] / shards),
+                unsharded_gib=_gib(_unsharded_bytes(plan, [layer.fqn for layer in layers], numel)),
+                activations_gib=_gib(activations * held + _working_bytes(plan, blocks)),
+                logits_gib=_gib(_logit_bytes(plan) if any(layer.fqn == "output" for layer in layers) else 0.0),
+            )
+        )
+    return tuple(found)
+
+
+def _gib(count: float) -> float:
+    # Rounded to what is believed, so that bytes of a plan are the same on every machine.
+    return round(count / GIB, 3)
+
+
+def local_tokens(plan: Plan) -> int:
+    """Tokens of one microbatch on one context rank."""
+    return plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
+
+
+def block_activation_bytes(plan: Plan, block: Block, policy: CheckpointPolicy) -> float:
+    """Bytes that one block keeps for backward of one microbatch on one rank."""
+    tokens = local_tokens(plan)
+    stream = tokens * plan.model.dim / (plan.mesh.tp if plan.tensor_parallel.sequence_parallel else 1)
+    match block.attention:
+        case Gqa() as gqa:
+            q = tokens * gqa.num_heads * gqa.head_dim / plan.mesh.tp
+            kv = tokens * gqa.num_kv_heads * gqa.head_dim * plan.tensor_parallel.kv_replicas / plan.mesh.tp
+            lse = tokens * gqa.num_heads / plan.mesh.tp
+        case _:
+            assert_never(block.attention)
+    match block.feed_forward:
+        case SwiGlu(hidden_dim=hidden):
+            mlp = tokens * hidden / plan.mesh.tp
+        case _:
+            assert_never(block.feed_forward)
+    if policy.mode == "full":
+        return 2 * stream
+    everything = 8 * stream + 4 * q + 4 * kv + 4 * lse + 8 * mlp
+    if policy.mode == "none":
+        return everything
+    if policy.mode == "selective":
+        # The block's input, attention's output with its statistics, and every second of the seven matmuls' outputs.
+        matmuls = 2 * q + 4 * kv + 4 * stream + 4 * mlp
+        return 2 * stream + 2 * q + 4 * lse + (matmuls / 2 if policy.recompute_every_second_matmul else matmuls)
+    assert policy.memory_budget is not None
+    return 2 * stream + policy.memory_budget * (everything - 2 * stream)
+
+
+def _working_bytes(plan: Plan, blocks: list[Block]) -> float:
+    """One block's activations are whole while it runs backward, whatever the policy keeps before."""
+    keep_all = CheckpointPolicy(
+        name="none", mode="none", save_ops=(), recompute_every_second_matmul=False, force_recompute_fqns=(), memory_budget=None
+    )
+    return max(block_activation_bytes(plan, block, keep_all) for block in {id(b): b for b in blocks}.values())
+
+
+def _unsharded_bytes(plan: Plan, fqns: list[str], numel: dict[str, int]) -> float:
+    """Gathered parameters and unreduced gradients: two units in flight, or all that are not resharded."""
+    if plan.fsdp.strategy == "ddp" or plan.mesh.fsdp == 1 and plan.fsdp.param_dtype == plan.dtype:
+        return 0.0
+    units: list[tuple[int, bool]] = []
+    for fqn in fqns:
+        unit = next((u for u in plan.fsdp.units if any(matches(s, fqn) for s in u.modules)), None)
+        units.append((numel[fqn], unit is not None and unit.reshard_after_forward is not False))
+    size = _BYTES[plan.fsdp.param_dtype]
+    largest = max((count for count, _ in units), default=0)
+    kept = sum(count for count, resharded in units if not resharded)
+    freed = sorted((count for count, resharded in units if resharded), reverse=True)[:2]
+    return kept * size + sum(freed) * size + largest * _BYTES[plan.fsdp.reduce_dtype]
+
+
+def _logit_bytes(plan: Plan) -> float:
+    compiled = plan.compile.enable and "loss" in plan.compile.components
+    each = _LOGIT_BYTES_COMPILED if compiled else _LOGIT_BYTES_EAGER
+    vocab = plan.model.vocab_size / (plan.mesh.tp if plan.tensor_parallel.loss_parallel else 1)
+    return local_tokens(plan) * vocab * each / plan.loss.chunks

@@ -1,0 +1,126 @@
+"""The model, described once: a few values over a small closed set of layer kinds.
+
+The planner's inventory and costs and the runtime's modules are each one `match` over these kinds. A new kind is added to
+`Attention` or `FeedForward` here, and the type checker then names every `match` that does not know it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
+
+from titan_planner.ir.errors import InvariantError
+from titan_planner.ir.record import Field, record
+
+
+@record
+class RopeScaling:
+    """Llama 3.1's frequency-dependent stretching of rotary wavelengths for contexts beyond the original length."""
+
+    factor: Annotated[float, Field("How far low frequencies are stretched.", ge=1)]
+    low_freq_factor: Annotated[float, Field("Wavelengths above original_max_seq_len / this are stretched fully.", gt=0)]
+    high_freq_factor: Annotated[float, Field("Wavelengths below original_max_seq_len / this stay as they are.", gt=0)]
+    original_max_seq_len: Annotated[int, Field("Context length before stretching, in tokens.", ge=1)]
+
+    def check(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise InvariantError(
+                "high_freq_factor",
+                f"`high_freq_factor` {self.high_freq_factor:g} must be greater than `low_freq_factor` "
+                f"{self.low_freq_factor:g}",
+            )
+
+
+@record
+class Rope:
+    """Rotary position embedding over interleaved pairs (Meta's form), frequencies theta^(-2i/head_dim)."""
+
+    theta: Annotated[float, Field("Base of the rotary frequencies.", gt=0)]
+    scaling: Annotated[RopeScaling | None, Field("Long-context scaling, or null.")]
+
+
+@record
+class Gqa:
+    """Grouped-query causal attention: wq, wk, wv, wo without biases; num_kv_heads = num_heads is multi-head attention."""
+
+    kind: Annotated[Literal["gqa"], Field("Layer kind.")] = "gqa"
+    num_heads: Annotated[int, Field("Query heads.", ge=1)]
+    num_kv_heads: Annotated[int, Field("Key and value heads; divides num_heads.", ge=1)]
+    head_dim: Annotated[int, Field("Elements of one head; even, for rotary pairs.", ge=2)]
+    rope: Annotated[Rope, Field("Rotary position embedding.")]
+
+    def check(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise InvariantError(
+                "num_kv_heads", f"`num_kv_heads` {self.num_kv_heads} does not divide `num_heads` {self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise InvariantError("head_dim", f"`head_dim` {self.head_dim} is odd, but rotary pairs need it even")
+
+
+@record
+class SwiGlu:
+    """w2(silu(w1 x) * w3 x), no biases."""
+
+    kind: Annotated[Literal["swiglu"], Field("Layer kind.")] = "swiglu"
+    hidden_dim: Annotated[int, Field("Elements between w1/w3 and w2.", ge=1)]
+
+
+Attention: TypeAlias = Gqa
+FeedForward: TypeAlias = SwiGlu
+
+
+@record
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the model dim."""
+
+    eps: Annotated[float, Field("Added under the root.", gt=0)]
+
+
+@record
+class Block:
+    """One pre-norm transformer block: x + attention(norm x), then x + feed_forward(norm x)."""
+
+    attention: Attention
+    feed_forward: FeedForward
+    norm: Annotated[RmsNorm, Field("Both norms of the block.")]
+
+
+@record
+class Blocks:
+    """A run of equal blocks."""
+
+    repeat: Annotated[int, Field("How many times the block stands here.", ge=1)]
+    block: Block
+
+
+@record
+class Model:
+    """A decoder-only language model: token embedding, blocks, final norm, output projection."""
+
+    family: Annotated[str, Field("Model family, e.g. llama3.", decision=False)]
+    flavor: Annotated[str, Field("Size within the family, e.g. 8B.", decision=False)]
+    vocab_size: Annotated[int, Field("Rows of the embedding and of the output projection.", ge=2)]
+    dim: Annotated[int, Field("Width of the residual stream.", ge=1)]
+    max_seq_len: Annotated[int, Field("Longest sequence that the position embedding covers, in tokens.", ge=1)]
+    blocks: Annotated[tuple[Blocks, ...], Field("Runs of equal blocks, in order.", min_items=1)]
+    norm: Annotated[RmsNorm, Field("Final norm.")]
+    tied: Annotated[bool, Field("The output projection shares the embedding's weight.")]
+    init_std: Annotated[
+        float, Field("Standard deviation of linear weights; depth-scaled by 1/sqrt(2(l+1)) on wo, w2, w3.", gt=0)
+    ] = 0.02
+
+    def check(self) -> None:
+        if not self.blocks:
+            raise InvariantError("blocks", "`blocks` is empty, but a model has at least one block")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of transformer blocks."""
+        return sum(run.repeat for run in self.blocks)
+
+    def layers(self) -> Iterator[Block]:
+        """The blocks one by one, in order."""
+        for run in self.blocks:
+            for _ in range(run.repeat):
+                yield run.block

@@ -1,0 +1,160 @@
+"""How ranks share the work: the mesh, pipeline stages, sharding of every module, FSDP units, context and experts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from titan_planner.ir.errors import InvariantError
+from titan_planner.ir.record import Field, record
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost first; tp is innermost so that it stays inside a node whenever it divides one."""
+
+Schedule: TypeAlias = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+MULTI_STAGE_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@record
+class Mesh:
+    """Degrees of the axes pp x dp_replicate x dp_shard x cp x tp, and the expert view (ep, etp) of the same ranks."""
+
+    pp: Annotated[int, Field("Pipeline-parallel ranks.", ge=1)]
+    dp_replicate: Annotated[int, Field("Replicas of the sharded model (the outer axis of HSDP).", ge=1)]
+    dp_shard: Annotated[int, Field("Ranks that shard parameters and data (FSDP).", ge=1)]
+    cp: Annotated[int, Field("Ranks that share one sequence (context parallel).", ge=1)]
+    tp: Annotated[int, Field("Ranks that share every weight matrix (tensor parallel).", ge=1)]
+    ep: Annotated[int, Field("Ranks that share the experts; carved out of dp_shard x cp x tp.", ge=1)]
+    etp: Annotated[int, Field("Tensor-parallel ranks inside an expert: 1 or tp.", ge=1)]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which FSDP shards a parameter: dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    def degree(self, axis: str) -> int:
+        """Degree of the axis named `axis`."""
+        value = getattr(self, axis)
+        assert isinstance(value, int)
+        return value
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of `rank` on every axis; the last axis varies fastest."""
+        found: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.degree(axis))
+        return {axis: found[axis] for axis in AXES}
+
+
+@record
+class Stage:
+    """One pipeline stage and the pipeline rank that holds it. Its modules are the `layers` entries with its index."""
+
+    index: Annotated[int, Field("Position in the pipeline, from 0.", ge=0)]
+    pp_rank: Annotated[int, Field("Coordinate on the pp axis.", ge=0)]
+
+
+@record
+class Pipeline:
+    """Schedule, stages and microbatches. One stage and no schedule when pp = 1."""
+
+    schedule: Annotated[Schedule | None, Field("Schedule, spelled as torch.distributed.pipelining; null when pp = 1.")]
+    stages: Annotated[tuple[Stage, ...], Field("All (virtual) stages in order.", min_items=1)]
+    microbatches: Annotated[int, Field("Pipeline microbatches in one accumulation step.", ge=1)]
+    actions: Annotated[
+        tuple[str, ...] | None,
+        Field("A schedule of the user's own: one row a pipeline rank, actions like `0F0,1F0,0B0`; null to use `schedule`."),
+    ]
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Virtual stages on one pipeline rank."""
+        return max(1, len(self.stages) // (1 + max(stage.pp_rank for stage in self.stages)))
+
+
+@record
+class ModuleSharding:
+    """Placement of one kind of module on one mesh axis: `S(d)` sharded on dim d, `R` replicated, `P` partial sums.
+
+    Activations are [batch, sequence, features]. `input` is the layout that arrives, `input_needed` the one computed with,
+    `output` the one that results and `output_needed` the one handed on; null where the module leaves it as it is.
+    """
+
+    module: Annotated[str, Field("Selector of the modules.")]
+    axis: Annotated[Literal["tp", "ep", "etp"], Field("Mesh axis.")]
+    weight: Annotated[str | None, Field("Placement of the weight.", pattern=r"^(S\(\d\)|R)$")]
+    input: Annotated[str | None, Field("Layout of the input that arrives.", pattern=r"^(S\(\d\)|R|P)$")]
+    input_needed: Annotated[str | None, Field("Layout of the input computed with.", pattern=r"^(S\(\d\)|R|P)$")]
+    output: Annotated[str | None, Field("Layout of the result.", pattern=r"^(S\(\d\)|R|P)$")]
+    output_needed: Annotated[str | None, Field("Layout handed on.", pattern=r"^(S\(\d\)|R|P)$")]
+
+
+@record
+class TensorParallel:
+    """Options of tensor parallelism that are not placements."""
+
+    sequence_parallel: Annotated[bool, Field("Norms and residual stream are sharded on the sequence.")]
+    loss_parallel: Annotated[bool, Field("Cross-entropy works on logits sharded over the vocabulary.")]
+    async_tp: Annotated[bool, Field("Matmuls overlap with their collectives (compiled CUDA only).")]
+    kv_replicas: Annotated[int, Field("Tensor ranks that hold the same KV head; tp / kv_replicas divides the KV heads.", ge=1)]
+
+
+@record
+class FsdpUnit:
+    """Modules gathered and freed together. A selector with `*` or a range makes one unit of every match."""
+
+    modules: Annotated[tuple[str, ...], Field("Selectors; several selectors make one unit of all their modules.", min_items=1)]
+    reshard_after_forward: Annotated[
+        bool | int, Field("Free after forward (true), keep until backward (false), or reshard to this many ranks.")
+    ]
+
+    def check(self) -> None:
+        if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
+            raise InvariantError(
+                "reshard_after_forward",
+                f"`reshard_after_forward` is {self.reshard_after_forward}, but a partial reshard needs at least 2 ranks",
+            )
+
+
+@record
+class Fsdp:
+    """Data parallelism: fully sharded (FSDP2; HSDP when dp_replicate > 1) or replicated (DDP), and its precision."""
+
+    strategy: Annotated[Literal["fsdp", "ddp"], Field("fsdp shards parameters; ddp replicates them (dp_shard = 1).")]
+    units: Annotated[tuple[FsdpUnit, ...], Field("Units; modules in none belong to the root unit.")]
+    param_dtype: Annotated[Literal["float32", "bfloat16"], Field("Dtype that parameters are gathered and computed in.")]
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], Field("Dtype of gradient reduction.")]
+    defer_gradient_sync: Annotated[bool, Field("Reduce gradients only after the last accumulation step.")]
+    prefetch_forward: Annotated[int, Field("Units gathered ahead explicitly in forward; 0 leaves it to FSDP.", ge=0)]
+    prefetch_backward: Annotated[int, Field("Units gathered ahead explicitly in backward; 0 leaves it to FSDP.", ge=0)]
+    cpu_offload: Annotated[bool, Field("Parameters, gradients and optimizer states live in host memory.")]
+
+
+@record
+class ContextParallel:
+    """How the ranks of the cp axis share one sequence."""
+
+    method: Annotated[Literal["allgather", "ring", "alltoall"], Field("How keys and values meet queries.")]
+    load_balance: Annotated[Literal["headtail", "ptrr", "none"], Field("Which parts of the sequence a rank gets.")]
+
+
+@record
+class ExpertParallel:
+    """How the ranks of the ep axis share the experts."""
+
+    comm_backend: Annotated[Literal["standard", "deepep", "hybridep"], Field("Implementation of token dispatch.")]
+    capacity_factor: Annotated[float | None, Field("Tokens an expert takes, as a multiple of the mean; null drops none.", gt=0)]
+    force_load_balance: Annotated[bool, Field("Route round-robin: for measurements only.")]

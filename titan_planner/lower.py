@@ -1,0 +1,211 @@
+"""Lower a spec to the naive plan: all ranks shard data, one stage, nothing recomputed, no Float8, nothing compiled.
+
+Pins on degrees, batch and schedule are honoured here, because a plan must be valid from the first moment; everything that
+is `auto` takes the plainest legal value, and the passes improve on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_planner.ir.cluster import Cluster
+from titan_planner.ir.errors import Complaint, SpecError
+from titan_planner.ir.execution import ActivationCheckpoint, CheckpointPolicy, Compile, Float8, Loss
+from titan_planner.ir.job import (
+    Checkpoint,
+    Comm,
+    Data,
+    Job,
+    LrSchedule,
+    Metrics,
+    Optimizer,
+    ParamGroup,
+    Profiling,
+    Seeds,
+    Validation,
+)
+from titan_planner.ir.model import Model
+from titan_planner.ir.parallel import ContextParallel, ExpertParallel, Fsdp, Mesh
+from titan_planner.ir.plan import PLAN_VERSION, Plan, Remark
+from titan_planner.ir.request import Spec
+from titan_planner.ir.verify import verify
+from titan_planner.layout import lay_out, meshes
+from titan_planner.stages import InfeasibleStages
+
+NO_CHECKPOINT = CheckpointPolicy(
+    name="none", mode="none", save_ops=(), recompute_every_second_matmul=False, force_recompute_fqns=(), memory_budget=None
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a spec asks for, resolved: the spec, its model and machines, and the plan's name."""
+
+    spec: Spec
+    model: Model
+    cluster: Cluster
+    name: str
+
+
+def lower(problem: Problem) -> Plan:
+    """The naive plan: the first legal mesh with the least model parallelism. Raises `SpecError` when none is legal."""
+    complaints: tuple[Complaint, ...] = ()
+    for mesh in meshes(problem.cluster, problem.spec.request()):
+        try:
+            plan = _on_mesh(problem, mesh)
+        except InfeasibleStages as error:
+            complaints = complaints or (Complaint(error.message, error.address, hint=error.hint),)
+            continue
+        broken = verify(plan)
+        if not broken:
+            return plan
+        complaints = complaints or broken
+    raise SpecError(complaints)
+
+
+def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
+    spec = problem.spec
+    request = spec.request()
+    pins, training = request.parallelism, spec.training
+    layout = lay_out(problem.model, request, training.seq_len, mesh)
+    remarks: list[Remark] = []
+    schedule = _lr_schedule(problem, remarks)
+    if request.global_batch_size in ("auto", -1):
+        batch = layout.batch
+        message = f"no global batch is pinned: {batch.local_batch_size} sequences x {mesh.dp} data-parallel ranks"
+        remarks.append(Remark(kind="analysis", by="lower", address="batch.global_batch_size", message=message))
+    param_dtype = training.mixed_precision_param
+    if param_dtype == "auto":
+        param_dtype = training.dtype if problem.cluster.gpu.device == "cpu" else "bfloat16"
+    return Plan(
+        plan_version=PLAN_VERSION,
+        name=problem.name,
+        description=spec.description,
+        model=problem.model,
+        cluster=problem.cluster,
+        mesh=mesh,
+        batch=layout.batch,
+        pipeline=layout.pipeline,
+        fsdp=Fsdp(
+            strategy="ddp" if pins.data_parallel_strategy == "ddp" else "fsdp",
+            units=layout.units,
+            param_dtype=param_dtype,
+            reduce_dtype=training.mixed_precision_reduce,
+            defer_gradient_sync=pins.defer_gradient_sync is True,
+            prefetch_forward=0,
+            prefetch_backward=0,
+            cpu_offload=training.enable_cpu_offload,
+        ),
+        tensor_parallel=layout.tensor_parallel,
+        context_parallel=ContextParallel(
+            method=pins.context_parallel_method if pins.context_parallel_method != "auto" else "allgather",
+            load_balance=(
+                pins.context_parallel_load_balancer if pins.context_parallel_load_balancer != "auto" else "headtail"
+            ),
+        ),
+        expert_parallel=ExpertParallel(comm_backend="standard", capacity_factor=None, force_load_balance=False),
+        activation_checkpoint=ActivationCheckpoint(
+            policies=(NO_CHECKPOINT,),
+            preserve_rng_state=request.activation_checkpoint.preserve_rng_state,
+            early_stop=request.activation_checkpoint.early_stop,
+            determinism_check=request.activation_checkpoint.determinism_check,
+        ),
+        float8=Float8(
+            recipe=None,
+            converted=(),
+            skipped=(),
+            enable_fsdp_float8_all_gather=False,
+            precompute_float8_dynamic_scale_for_fsdp=False,
+            emulate=False,
+        ),
+        compile=Compile(enable=False, components=request.compile.components, backend=request.compile.backend),
+        loss=Loss(
+            kind="cross_entropy",
+            chunks=request.loss.chunks if isinstance(request.loss.chunks, int) else 1,
+            z_loss=request.loss.z_loss,
+        ),
+        layers=layout.layers,
+        sharding=layout.sharding,
+        dtype=training.dtype,
+        optimizer=_optimizer(problem),
+        lr_schedule=schedule,
+        data=_data(problem),
+        seeds=Seeds(seed=training.seed, deterministic=training.deterministic),
+        job=_job(problem),
+        request=request,
+        estimate=None,
+        remarks=tuple(remarks),
+    )
+
+
+def _optimizer(problem: Problem) -> Optimizer:
+    given = problem.spec.optimizer
+    groups = tuple(
+        ParamGroup(pattern=group.pattern, lr_scale=group.lr_scale, weight_decay=group.weight_decay)
+        for group in given.param_groups
+    )
+    return Optimizer(
+        name=given.name,
+        lr=given.lr,
+        beta1=given.beta1,
+        beta2=given.beta2,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        implementation=given.implementation,
+        state_dtype=given.state_dtype,
+        max_norm=problem.spec.training.max_norm,
+        param_groups=groups,
+    )
+
+
+def _lr_schedule(problem: Problem, remarks: list[Remark]) -> LrSchedule:
+    given = problem.spec.lr_scheduler
+    total = given.total_steps or problem.spec.training.steps
+    warmup = min(given.warmup_steps, total)
+    if warmup < given.warmup_steps:
+        message = f"warmup of {given.warmup_steps} steps is longer than the curve of {total}: it is cut to {warmup}"
+        remarks.append(Remark(kind="applied", by="lower", address="lr_schedule.warmup_steps", message=message))
+    decay = total - warmup if given.decay_ratio is None else round(total * given.decay_ratio)
+    if warmup + decay > total:
+        message = f"decay of {decay} steps does not fit after {warmup} of warmup: it is cut to {total - warmup}"
+        remarks.append(Remark(kind="applied", by="lower", address="lr_schedule.decay_steps", message=message))
+        decay = total - warmup
+    return LrSchedule(
+        warmup_steps=warmup,
+        total_steps=total,
+        decay_steps=decay,
+        decay_type=given.decay_type,
+        min_lr_factor=given.min_lr_factor,
+    )
+
+
+def _data(problem: Problem) -> Data:
+    given = problem.spec.data
+    return Data(
+        source=given.source,
+        dataset=given.dataset or ("c4" if given.source == "huggingface" else None),
+        path=given.path,
+        tokenizer=given.tokenizer or problem.spec.model.hf_assets_path,
+        text_field=given.text_field,
+        add_bos=given.add_bos,
+    )
+
+
+def _job(problem: Problem) -> Job:
+    spec = problem.spec
+
+    def fields(section: object, into: type) -> dict[str, object]:
+        # The spec's section and the plan's record have the same fields on purpose; a missing one fails loudly here.
+        return {name: getattr(section, name) for name in into.__dataclass_fields__}  # type: ignore[attr-defined]
+
+    return Job(
+        steps=spec.training.steps,
+        dump_folder=spec.dump_folder,
+        checkpoint=Checkpoint(**fields(spec.checkpoint, Checkpoint)),  # type: ignore[arg-type]
+        metrics=Metrics(**fields(spec.metrics, Metrics)),  # type: ignore[arg-type]
+        profiling=Profiling(**fields(spec.profiling, Profiling)),  # type: ignore[arg-type]
+        comm=Comm(**fields(spec.comm, Comm)),  # type: ignore[arg-type]
+        validation=Validation(**fields(spec.validation, Validation)),  # type: ignore[arg-type]
+        environment=dict(spec.environment),
+        token_budget=spec.training.token_budget,
+    )

@@ -1,0 +1,317 @@
+"""A whole plan on a page: what it is for, every decision, the model as the ranks hold it, stages, memory, estimate."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from titan_planner.ir.codec import digest, encode
+from titan_planner.ir.fqn import fold
+from titan_planner.ir.inventory import num_params
+from titan_planner.ir.plan import Plan, StageMemory
+from titan_planner.render import values
+from titan_planner.render.asked import summary
+from titan_planner.render.modules import Group, Modules, Weight, policy_words, reshard_words
+from titan_planner.render.tables import PLAIN, Style, cut, table
+
+MEMORY_PARTS = ("parameters_gib", "gradients_gib", "optimizer_gib", "unsharded_gib", "activations_gib", "logits_gib")
+
+
+def show(plan: Plan, width: int = 100, *, style: Style = PLAIN) -> str:
+    """The plan as text, no line wider than `width` columns."""
+    modules = Modules(plan)
+    lines = [f"{style.bold(plan.name or 'plan')}  {style.dim(values.digest_of(plan))}"]
+    if plan.description:
+        lines += textwrap.wrap(plan.description, width, initial_indent="  ", subsequent_indent="  ")
+    lines += table(_header(plan), width=width)
+    lines += ["", style.bold("decisions")]
+    lines += table([(n, v, style.dim(a)) for n, v, a in _fitted(decisions(plan, modules), width)], width=width)
+    lines += ["", style.bold("modules") + "  global shape -> largest shape on a rank"]
+    for group in modules.groups():
+        lines += _group(plan, group, style, width)
+    if plan.float8.skipped:
+        kept = [(skipped.module, skipped.reason) for skipped in plan.float8.skipped]
+        lines += ["", style.bold("kept in high precision"), *table(kept, width=width)]
+    lines += ["", style.bold("stages") + ("  memory of the fullest rank in GiB" if plan.estimate else "")]
+    lines += table(stage_rows(plan), right=range(3, 10), width=width)
+    lines += ["", style.bold("estimate"), *_estimate(plan, style, width)]
+    counts = Counter(remark.kind for remark in plan.remarks)
+    told = ", ".join(f"{counts[kind]} {kind}" for kind in ("applied", "missed", "analysis"))
+    lines += ["", f"remarks: {told}  {style.dim('(titan-plan explain)')}"]
+    return "\n".join(lines)
+
+
+def show_json(plan: Plan) -> dict[str, Any]:
+    """What `show` says, as plain data."""
+    modules = Modules(plan)
+    model, estimate = plan.model, plan.estimate
+    counts = Counter(remark.kind for remark in plan.remarks)
+    return {
+        "name": plan.name,
+        "description": plan.description,
+        "digest": digest(plan),
+        "model": {
+            "family": model.family,
+            "flavor": model.flavor,
+            "num_params": num_params(model),
+            "num_layers": model.num_layers,
+            "dim": model.dim,
+            "vocab_size": model.vocab_size,
+        },
+        "cluster": {"gpu": plan.cluster.gpu.name, "nodes": plan.cluster.nodes, "num_gpus": plan.cluster.num_gpus},
+        "mesh": {**encode(plan.mesh), "world_size": plan.mesh.world_size, "text": values.mesh(plan.mesh)},
+        "decisions": [{"name": n, "value": v, "asked": a or None} for n, v, a in decisions(plan, modules)],
+        "modules": [
+            {
+                "modules": list(fold(f"layers.{i}" for i in group.layers)) or [group.fqn],
+                "count": max(1, len(group.layers)),
+                "stages": list(group.stages),
+                "checkpoint": group.checkpoint,
+                "parameters": [weight_json(weight) for weight in group.weights],
+            }
+            for group in modules.groups()
+        ],
+        "stages": [
+            {
+                "stage": stage.index,
+                "pp_rank": stage.pp_rank,
+                "modules": list(fold(layer.fqn for layer in plan.layers if layer.stage == stage.index)),
+                "memory": _memory_json(_memory_of(plan, stage.index)),
+            }
+            for stage in plan.pipeline.stages
+        ],
+        "estimate": None
+        if estimate is None
+        else {
+            **{name: part for name, part in encode(estimate).items() if name != "memory"},
+            "peak_memory_gib": estimate.peak_memory_gib,
+            "training_days": _training(plan)[0],
+            "training_cost": _training(plan)[1],
+        },
+        "remarks": {kind: counts[kind] for kind in ("applied", "missed", "analysis")},
+    }
+
+
+def weight_json(weight: Weight) -> dict[str, Any]:
+    """One parameter as plain data."""
+    float8 = weight.float8
+    return {
+        "name": weight.name,
+        "shape": list(weight.shape),
+        "local_shape": list(weight.local_shape),
+        "placements": dict(weight.placements),
+        "float8": None if float8 is None else {"converted": float8.converted, "reason": float8.reason},
+    }
+
+
+# ------------------------------------------------------------------ header and decisions
+
+
+def _header(plan: Plan) -> list[tuple[str, str]]:
+    model, cluster, batch = plan.model, plan.cluster, plan.batch
+    gpus = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name} = {cluster.num_gpus} GPUs"
+    between = f", {cluster.inter_node.name} between nodes" if cluster.nodes > 1 else ""
+    return [
+        ("model", f"{model.family} {model.flavor}: {model.num_layers} layers of width {model.dim}, "
+         f"{values.count(num_params(model))} parameters" + (", tied" if model.tied else "")),
+        ("cluster", f"{gpus}, {cluster.intra_node.name} inside{between}"),
+        ("mesh", values.mesh(plan.mesh)),
+        ("batch", f"{batch.global_batch_size} x {batch.seq_len} = {values.count(batch.tokens_per_step)} tokens a step"),
+    ]  # fmt: skip
+
+
+def decisions(plan: Plan, modules: Modules) -> list[tuple[str, str, str]]:
+    """Every decision in one line: its name, what was decided, and whether it was pinned or left to the planner."""
+    mesh, batch, pipe, fsdp = plan.mesh, plan.batch, plan.pipeline, plan.fsdp
+    tensor, compile_, loss, opt, lr = plan.tensor_parallel, plan.compile, plan.loss, plan.optimizer, plan.lr_schedule
+    rows: list[tuple[str, str, tuple[str, ...]]] = [
+        ("mesh", values.mesh(mesh), tuple(f"mesh.{axis}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))),
+        ("batch", f"{batch.local_batch_size} local x {mesh.dp} data-parallel x {batch.accumulation_steps} accumulation "
+         f"= {batch.global_batch_size}", ("batch.local_batch_size", "batch.global_batch_size")),
+    ]  # fmt: skip
+    if mesh.pp > 1:
+        each = f" ({pipe.stages_per_rank} a rank)" if pipe.stages_per_rank > 1 else ""
+        own = "own actions" if pipe.actions else pipe.schedule or "no schedule"
+        rows.append(("pipeline", f"{own}, {len(pipe.stages)} stages{each}, {pipe.microbatches} microbatches of "
+                     f"{batch.microbatch_size}", ("pipeline.schedule", "pipeline.stages", "batch.microbatch_size")))  # fmt: skip
+    rows.append(("data parallel", _data_parallel(plan), ("fsdp.strategy", "fsdp.units", "fsdp.defer_gradient_sync")))
+    if mesh.tp > 1:
+        words = [
+            "sequence parallel" if tensor.sequence_parallel else "no sequence parallel",
+            "loss parallel" if tensor.loss_parallel else "logits gathered",
+            *(["async"] if tensor.async_tp else []),
+            *([f"each KV head on {tensor.kv_replicas} ranks"] if tensor.kv_replicas > 1 else []),
+        ]
+        rows.append(("tensor parallel", ", ".join(words),
+                     ("tensor_parallel.sequence_parallel", "tensor_parallel.loss_parallel", "tensor_parallel.async_tp")))  # fmt: skip
+    if mesh.cp > 1:
+        context = plan.context_parallel
+        rows.append(("context parallel", f"{context.method}, balanced by {context.load_balance}",
+                     ("context_parallel.method", "context_parallel.load_balance")))  # fmt: skip
+    if mesh.ep > 1:
+        experts = plan.expert_parallel
+        capacity = "drops no token" if experts.capacity_factor is None else f"capacity {experts.capacity_factor:g}"
+        rows.append(("expert parallel", f"{experts.comm_backend}, {capacity}", ("mesh.ep", "mesh.etp")))
+    rows += [
+        ("checkpointing", checkpointing_words(plan), ("layers.*.checkpoint",)),
+        ("float8", float8_words(plan, modules), ("float8.recipe",)),
+        ("compile", f"{' and '.join(compile_.components)} with {compile_.backend}" if compile_.enable else "off",
+         ("compile.enable",)),
+        ("precision", f"weights {plan.dtype}, compute {fsdp.param_dtype}, gradients reduced in {fsdp.reduce_dtype}", ()),
+        ("loss", f"cross-entropy in {loss.chunks} chunk{'s' * (loss.chunks > 1)}"
+         + (f", z-loss {loss.z_loss:g}" if loss.z_loss else ""), ("loss.chunks",)),
+        ("optimizer", f"{opt.name} lr {opt.lr:g}, betas {opt.beta1:g} {opt.beta2:g}, decay {opt.weight_decay:g}, "
+         f"clip {opt.max_norm:g}, {opt.implementation}, {opt.state_dtype} moments"
+         + (f", {len(opt.param_groups)} groups" if opt.param_groups else ""), ()),
+        ("lr schedule", f"{lr.warmup_steps} warmup, {lr.total_steps - lr.warmup_steps - lr.decay_steps} stable, "
+         f"{lr.decay_steps} {lr.decay_type} decay to {lr.min_lr_factor:g}", ()),
+        ("data", " ".join(x for x in (plan.data.source, plan.data.dataset, plan.data.path) if x), ()),
+        ("run", f"{plan.job.steps} steps, seed {plan.seeds.seed}, {_saves(plan)}", ()),
+    ]  # fmt: skip
+    return [(name, text, summary(plan, patterns)) for name, text, patterns in rows]
+
+
+def _fitted(rows: Sequence[tuple[str, str, str]], width: int) -> Iterator[tuple[str, str, str]]:
+    """Rows whose middle column is cut so that the last one is still seen."""
+    room = width - 6 - max(len(row[0]) for row in rows) - max(len(row[2]) for row in rows)
+    for name, text, note in rows:
+        yield name, cut(text, max(20, room if note else width - 4 - max(len(row[0]) for row in rows))), note
+
+
+def _data_parallel(plan: Plan) -> str:
+    fsdp, mesh = plan.fsdp, plan.mesh
+    if mesh.dp * mesh.cp == 1:
+        return "one rank holds all"
+    if fsdp.strategy == "ddp":
+        return f"DDP over {mesh.dp} ranks"
+    kinds = Counter(reshard_words(unit.reshard_after_forward) for unit in fsdp.units)
+    main = max(kinds, key=lambda kind: (kinds[kind], kind), default="one unit")
+    for unit in fsdp.units:
+        if any(selector.startswith("layers.") for selector in unit.modules):
+            main = f"layers {reshard_words(unit.reshard_after_forward)}"
+            break
+    hybrid = f", replicated {mesh.dp_replicate} times" if mesh.dp_replicate > 1 else ""
+    extra = [
+        *([f"prefetch {fsdp.prefetch_forward}/{fsdp.prefetch_backward}"] if fsdp.prefetch_forward + fsdp.prefetch_backward else []),
+        *(["gradients reduced once a step"] if fsdp.defer_gradient_sync else []),
+        *(["offloaded to host memory"] if fsdp.cpu_offload else []),
+    ]  # fmt: skip
+    return ", ".join([f"FSDP over {mesh.fsdp} ranks{hybrid}", main, *extra])
+
+
+def checkpointing_words(plan: Plan) -> str:
+    """Which layers use which policy: `layers.0-31 full, layers.32-125 none`."""
+    by_policy: dict[str, list[int]] = {}
+    for layer in plan.layers:
+        if layer.fqn.startswith("layers."):
+            by_policy.setdefault(layer.checkpoint, []).append(int(layer.fqn.partition(".")[2]))
+    if len(by_policy) == 1:
+        name = next(iter(by_policy))
+        policy = plan.activation_checkpoint.policy(name)
+        return f"{name} in all layers" + (f": {policy_words(policy)}" if policy and policy.mode != "none" else "")
+    return ", ".join(f"layers.{values.numbers(layers)} {name}" for name, layers in by_policy.items())
+
+
+def float8_words(plan: Plan, modules: Modules) -> str:
+    """The recipe and how many linears it covers."""
+    if plan.float8.recipe is None:
+        return "off"
+    converted = sum(1 for name in modules.linears if (status := modules.float8(name)) and status.converted)
+    options = [
+        *(["Float8 all-gather"] if plan.float8.enable_fsdp_float8_all_gather else []),
+        *(["scales precomputed"] if plan.float8.precompute_float8_dynamic_scale_for_fsdp else []),
+        *(["emulated"] if plan.float8.emulate else []),
+    ]
+    return ", ".join([f"{plan.float8.recipe}, {converted} of {len(modules.linears)} linears", *options])
+
+
+def _saves(plan: Plan) -> str:
+    checkpoint = plan.job.checkpoint
+    if not checkpoint.enable:
+        return "saves no checkpoint"
+    how = "" if checkpoint.async_mode == "disabled" else f" ({checkpoint.async_mode})"
+    return f"saves every {checkpoint.interval} steps{how}"
+
+
+# ------------------------------------------------------------------ modules, stages, estimate
+
+
+def _group(plan: Plan, group: Group, style: Style, width: int) -> list[str]:
+    stages = f"stage{'s' * (len(group.stages) > 1)} {values.numbers(sorted(group.stages))}"
+    if not group.layers:
+        rows = [weight_row(plan, weight) for weight in group.weights]
+        if not rows:
+            rows = [(group.fqn, "tied to tok_embeddings", "", "", "", "")]
+        return table([(*row, style.dim(stages)) for row in rows], width=width)
+    many = f" (x{len(group.layers)})" if len(group.layers) > 1 else ""
+    policy = plan.activation_checkpoint.policy(group.checkpoint)
+    name = f"checkpoint {group.checkpoint}" if policy is None or policy.mode != "none" else "no checkpointing"
+    head = f"  {style.bold(f'layers.{values.numbers(group.layers)}')}{many}  {name}  {style.dim(stages)}"
+    return [cut(head, width), *table([weight_row(plan, weight) for weight in group.weights], indent=4, width=width)]
+
+
+def weight_row(plan: Plan, weight: Weight) -> tuple[str, str, str, str, str, str]:
+    """Name, shape, arrow, local shape, placements and Float8 of one parameter."""
+    float8 = ""
+    if weight.float8 is not None and plan.float8.recipe is not None:
+        float8 = f"float8 {plan.float8.recipe}" if weight.float8.converted else "high precision"
+    placements = " ".join(f"{axis} {placement}" for axis, placement in weight.placements)
+    return weight.module, values.shape(weight.shape), "->", values.shape(weight.local_shape), placements, float8
+
+
+def _memory_of(plan: Plan, stage: int) -> StageMemory | None:
+    return next((memory for memory in plan.estimate.memory if memory.stage == stage), None) if plan.estimate else None
+
+
+def _memory_json(memory: StageMemory | None) -> dict[str, Any] | None:
+    return None if memory is None else {**encode(memory), "total_gib": memory.total_gib}
+
+
+def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The table of stages with its header line."""
+    header: tuple[str, ...] = ("stage", "rank", "modules")
+    if plan.estimate:
+        header += tuple(part.removesuffix("_gib") for part in MEMORY_PARTS) + ("total",)
+    rows = [header]
+    held: dict[int, list[str]] = {}
+    for layer in plan.layers:
+        held.setdefault(layer.stage, []).append(layer.fqn)
+    for stage in plan.pipeline.stages:
+        row: tuple[str, ...] = (str(stage.index), str(stage.pp_rank), ", ".join(fold(held.get(stage.index, ()))))
+        memory = _memory_of(plan, stage.index)
+        if memory:
+            row += tuple(f"{getattr(memory, part):.2f}" for part in MEMORY_PARTS) + (f"{memory.total_gib:.2f}",)
+        rows.append(row)
+    return rows
+
+
+def _estimate(plan: Plan, style: Style, width: int) -> list[str]:
+    estimate = plan.estimate
+    if estimate is None:
+        return ["  none: the plan was not priced"]
+    fits = style.green("fits") if estimate.fits else style.red("does NOT fit")
+    rows = [
+        (values.LABELS[name], values.quantity(name, getattr(estimate, name)))
+        for name in ("step_time_ms", "tokens_per_second_per_gpu", "mfu")
+    ]
+    available = values.quantity("_gib", estimate.memory_available_gib)
+    peak = values.quantity("_gib", estimate.peak_memory_gib)
+    rows.append((values.LABELS["peak_memory_gib"], f"{peak} of {available} available: {fits}"))
+    rows.append(("model FLOPs", f"{values.count(estimate.flops_per_token)} a token"))
+    days, cost = _training(plan)
+    if days is not None and plan.job.token_budget is not None:
+        price = f", {values.count(cost)} in the currency of the price" if cost is not None else ""
+        rows.append(("whole training", f"{values.count(plan.job.token_budget)} tokens: {days:,.1f} days{price}"))
+    return table(rows, width=width)
+
+
+def _training(plan: Plan) -> tuple[float | None, float | None]:
+    """Days and cost of the token budget at the estimated speed; None where a number is lacking."""
+    budget, speed = plan.job.token_budget, plan.estimate.tokens_per_second_per_gpu if plan.estimate else None
+    if budget is None or speed is None:
+        return None, None
+    gpus, price = plan.cluster.num_gpus, plan.cluster.price_per_gpu_hour
+    hours = budget / (speed * gpus) / 3600
+    return hours / 24, None if price is None else hours * gpus * price
