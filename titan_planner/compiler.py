@@ -55,6 +55,9 @@ def compile_spec(loaded: LoadedSpec, passes: Sequence[Pass] = PASSES, dump: Dump
         return _compile(resolve(loaded), passes, dump, loaded.is_set)
     except SpecError as error:
         raise SpecError([_located(complaint, loaded) for complaint in error.complaints]) from None
+    except InvariantError as error:
+        complaint = Complaint(error.message, error.field, hint=error.hint)
+        raise SpecError(_located(complaint, loaded)) from None
 
 
 def resolve(loaded: LoadedSpec) -> Problem:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_planner.ir.codec import DecodeError, decode
+from titan_planner.ir.codec import DecodeError, decode, decode_value
 from titan_planner.ir.errors import Complaint, Place, SpecError
+from titan_planner.ir.record import field_types
 from titan_planner.ir.request import Spec
 from titan_planner.ir.validate import Difference, differences, dotted
 from titan_planner.yaml_source import Document, PathTuple, assignments, read_yaml
@@ -96,15 +97,12 @@ def _decode(document: Document, shown: str) -> Spec:
 
 def _collect_invariants(document: Document, first: DecodeError) -> list[Complaint]:
     """A record stops at its first broken invariant; the other sections are tried too, so that all are reported at once."""
-    from titan_planner.ir.codec import _decode_value  # the same decoding, one section at a time
-    from titan_planner.ir.record import field_types
-
     complaints: dict[str, Complaint] = {}
     errors = [first]
     for name, hint in field_types(Spec).items():
         if name in document.data:
             try:
-                _decode_value(hint, document.data[name], name)
+                decode_value(hint, document.data[name], name)
             except DecodeError as error:
                 errors.append(error)
     for error in errors:

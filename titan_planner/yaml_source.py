@@ -28,6 +28,7 @@ _BASE_60 = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?")
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[0-9a-fA-F_]+|0b[01_]+)")
 _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+_SCALAR_TAGS = {"str", "int", "float", "bool", "null", "timestamp", "value"}
 _NULLS = {"", "~", "null", "Null", "NULL"}
 
 
@@ -215,11 +216,11 @@ class _Builder:
     def scalar(self, node: yaml.ScalarNode, path: PathTuple) -> Any:
         text: str = node.value
         tag: str = node.tag
-        if node.style in ("'", '"', "|", ">") or tag == "tag:yaml.org,2002:str!":
-            return text
-        if not tag.startswith("tag:yaml.org,2002:"):
+        if tag.removeprefix("tag:yaml.org,2002:") not in _SCALAR_TAGS:
             self.complain(node, path, f"the tag `{tag}` is not part of the spec format", "remove it")
             return None
+        if node.style in ("'", '"', "|", ">"):
+            return text
         try:
             return self.plain(node, text, path)
         except ValueError as error:

@@ -40,7 +40,7 @@ def decode(cls: type[T], data: Any, address: str = "") -> T:
     kwargs = {}
     for name, hint in field_types(cls).items():
         if name in data:
-            kwargs[name] = _decode_value(hint, data[name], f"{address}.{name}" if address else name)
+            kwargs[name] = decode_value(hint, data[name], f"{address}.{name}" if address else name)
     try:
         return cls(**kwargs)
     except DecodeError:
@@ -50,16 +50,17 @@ def decode(cls: type[T], data: Any, address: str = "") -> T:
         raise DecodeError(at, error.message, error.hint) from error
 
 
-def _decode_value(hint: Any, value: Any, address: str) -> Any:
+def decode_value(hint: Any, value: Any, address: str) -> Any:
+    """`value` as the type `hint`; see `decode`."""
     kind, members = _shape(hint)
     if kind == "record":
         return decode(hint, value, address)
     if kind == "tuple":
-        return tuple(_decode_value(members[0], item, f"{address}[{i}]") for i, item in enumerate(value))
+        return tuple(decode_value(members[0], item, f"{address}[{i}]") for i, item in enumerate(value))
     if kind == "mapping":
-        return {key: _decode_value(members[1], value[key], f"{address}.{key}") for key in sorted(value)}
+        return {key: decode_value(members[1], value[key], f"{address}.{key}") for key in sorted(value)}
     if kind == "union":
-        return _decode_value(choose(members, value), value, address)
+        return decode_value(choose(members, value), value, address)
     if kind == "int" and isinstance(value, float):
         return int(value)
     if kind == "float" and isinstance(value, int):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.record import Field, record
+from titan_planner.ir.request import check_keep_latest_k, check_profile_freq
 
 
 @record
@@ -111,12 +112,7 @@ class Checkpoint:
     ]
 
     def check(self) -> None:
-        if self.keep_latest_k == 1:
-            raise InvariantError(
-                "keep_latest_k",
-                "`keep_latest_k` is 1, but a failed save would then leave no complete checkpoint",
-                "use 2 or more, or 0 to keep all",
-            )
+        check_keep_latest_k(self.keep_latest_k)
 
 
 @record
@@ -142,12 +138,7 @@ class Profiling:
     enable_memory_snapshot: Annotated[bool, Field("Record CUDA memory snapshots.")]
 
     def check(self) -> None:
-        if self.profiler_active + self.profiler_warmup > self.profile_freq:
-            raise InvariantError(
-                "profile_freq",
-                f"`profile_freq` {self.profile_freq} is shorter than warmup {self.profiler_warmup} + active "
-                f"{self.profiler_active}",
-            )
+        check_profile_freq(self.profile_freq, self.profiler_warmup, self.profiler_active)
 
 
 @record

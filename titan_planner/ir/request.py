@@ -17,6 +17,26 @@ FloatDtype: TypeAlias = Literal["float32", "bfloat16"]
 SPEC_VERSION = 1
 
 
+def check_keep_latest_k(keep_latest_k: int) -> None:
+    """Raise `InvariantError` when a failed save could leave no complete checkpoint."""
+    if keep_latest_k == 1:
+        raise InvariantError(
+            "keep_latest_k",
+            "`keep_latest_k` is 1, but a failed save would then leave no complete checkpoint",
+            "use 2 or more, or 0 to keep all",
+        )
+
+
+def check_profile_freq(freq: int, warmup: int, active: int) -> None:
+    """Raise `InvariantError` when a trace does not fit between two."""
+    if active + warmup > freq:
+        raise InvariantError(
+            "profile_freq",
+            f"`profile_freq` {freq} is shorter than warmup {warmup} + active {active}",
+            f"use at least {active + warmup}",
+        )
+
+
 @record
 class RopeScalingSpec:
     """Replaces the flavor's rotary scaling."""
@@ -320,6 +340,9 @@ class CheckpointSpec:
         tuple[Literal["optimizer", "lr_schedule", "data", "train_state"], ...], Field("Parts that are not loaded.")
     ] = ()
 
+    def check(self) -> None:
+        check_keep_latest_k(self.keep_latest_k)
+
 
 @record
 class MetricsSpec:
@@ -342,6 +365,9 @@ class ProfilingSpec:
     profiler_active: Annotated[int, Field("Steps recorded.", ge=1)] = 1
     profiler_warmup: Annotated[int, Field("Warmup steps before.", ge=0)] = 3
     enable_memory_snapshot: Annotated[bool, Field("Record CUDA memory snapshots.")] = False
+
+    def check(self) -> None:
+        check_profile_freq(self.profile_freq, self.profiler_warmup, self.profiler_active)
 
 
 @record

@@ -477,7 +477,7 @@ def _groups(plan: Plan) -> Iterator[Violation]:
 # ------------------------------------------------------------------ the job
 
 
-@_rule("data-source", "Text sources name a path and a tokenizer; Hugging Face sources a dataset.")
+@_rule("data-source", "Text sources name a path, Hugging Face sources a dataset.")
 def _data(plan: Plan) -> Iterator[Violation]:
     data = plan.data
     if data.source == "huggingface":
@@ -485,8 +485,6 @@ def _data(plan: Plan) -> Iterator[Violation]:
             yield Violation("data.dataset", "the source huggingface names no dataset", "write `dataset: c4`")
     elif data.path is None:
         yield Violation("data.path", f"the source {data.source} names no path", "name a file or folder")
-    if data.tokenizer is None:
-        yield Violation("data.tokenizer", "no tokenizer is named", "set data.tokenizer or model.hf_assets_path")
 
 
 @_rule("paths-relative", "Paths in a plan are relative, so that the plan means the same on every machine.")

@@ -83,6 +83,8 @@ def _model(path: Path, config: dict[str, Any]) -> Model:
     norm = RmsNorm(eps=float(config.get("rms_norm_eps", 1e-6)))
     # transformers 5 moved theta and scaling into one mapping, `rope_parameters`.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"the rope scaling must be a mapping, but is {json.dumps(rope)[:40]}")
     attention = Gqa(
         num_heads=heads,
         num_kv_heads=_int(config, "num_key_value_heads", heads),

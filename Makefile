@@ -1,0 +1,56 @@
+# Two commands: `make demo` and `make test`. Both set up everything they need in .venv, once.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS := 1
+
+.PHONY: help setup demo test lint types goldens schemas wheel-test clean
+
+help:
+	@echo "make demo     compile a spec into a plan, explain it, and train a small Llama on real text with 4 ranks"
+	@echo "make test     lint, types and the test suite"
+	@echo "make goldens  compile plans/*/spec.yaml anew, for review"
+	@echo "make schemas  generate schemas/ from the types"
+	@echo "make clean    remove .venv and everything that runs have written"
+
+setup: .venv/installed
+
+# The stamp is newer than what it was made from, so a second run costs nothing.
+.venv/installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed, but '$(PYTHON)' was not found"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }
+	@echo "Setting up .venv: the planner, PyTorch and the tools (once; some minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[runtime,dev]"
+	@touch $@
+
+demo: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+
+test: setup lint types
+	@echo "Running the test suite"
+	@$(BIN)/python -m pytest -q
+
+lint: setup
+	@echo "Checking style"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup
+	@echo "Checking types of titan_planner"
+	@$(BIN)/mypy
+
+schemas: setup
+	@for kind in spec plan; do \
+	  $(BIN)/python -c "import sys; from titan_planner.ir.schema import schema_text; sys.stdout.write(schema_text('$$kind'))" > schemas/$$kind.v1.schema.json; \
+	done
+
+goldens: setup schemas
+	@for spec in plans/*/spec.yaml; do \
+	  folder=$$(dirname $$spec); \
+	  $(BIN)/titan-plan compile $$spec -o $$folder/plan.json && $(BIN)/titan-plan explain $$folder/plan.json > $$folder/explain.txt; \
+	done
+
+clean:
+	rm -rf .venv outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

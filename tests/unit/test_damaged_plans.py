@@ -1,0 +1,288 @@
+"""Damaged and hand-edited plans: one clear complaint each, exit code 1, never a traceback; legal edits are accepted."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from titan_planner.cli import main
+from titan_planner.ir.codec import digest, dumps, encode
+from titan_planner.ir.errors import PlanError
+from titan_planner.ir.rules import RULES
+from titan_planner.ir.verify import load_plan, load_plan_with_notes
+
+from .builders import PIPELINE, TINY, compile_text
+
+TINY_PLAN = compile_text(TINY)
+PIPELINE_PLAN = compile_text(PIPELINE)
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def edit(path: str, value: Any) -> Edit:
+    """Set the value at a dotted path (numbers are list indices)."""
+
+    def apply(data: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        target: Any = data
+        for part in parents:
+            target = target[int(part) if part.isdecimal() else part]
+        target[int(last) if last.isdecimal() else last] = value
+
+    return apply
+
+
+def drop(path: str) -> Edit:
+    def apply(data: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        target: Any = data
+        for part in parents:
+            target = target[int(part) if part.isdecimal() else part]
+        del target[int(last) if last.isdecimal() else last]
+
+    return apply
+
+
+def rename(path: str, new: str) -> Edit:
+    def apply(data: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        target: Any = data
+        for part in parents:
+            target = target[part]
+        target[new] = target.pop(last)
+
+    return apply
+
+
+FREE_TEXT: list[tuple[str, bytes, str]] = [
+    ("empty", b"", "the plan is empty"),
+    ("blank", b" \n", "the plan is empty"),
+    ("truncated", dumps(TINY_PLAN).encode()[:900], "not valid JSON"),
+    ("not JSON", b"hello", "not valid JSON"),
+    ("a spec", TINY.encode(), "not valid JSON"),
+    ("a list", b"[1, 2]", "a plan is a JSON object"),
+    ("a number", b"3", "a plan is a JSON object"),
+    ("another object", b'{"a": 1}', "no `plan_version`"),
+    ("NaN", dumps(TINY_PLAN).replace("0.0008", "NaN").encode(), "is not a number that a plan can hold"),
+    ("1e999", dumps(TINY_PLAN).replace("0.0008", "1e999").encode(), "too large for a number"),
+    ("huge integer", dumps(TINY_PLAN).replace('"steps": 20', '"steps": ' + "9" * 5000).encode(), "not valid JSON"),
+    ("binary", b"\x80\x00\xff", "not UTF-8"),
+    ("too deep", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+    ("key twice", dumps(TINY_PLAN).replace('"name": "tiny"', '"name": "tiny", "name": "other"').encode(), "appears twice"),
+]
+
+# name, plan, edit, fragment of the complaint, id of the rule or None
+EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
+    ("other major", TINY_PLAN, edit("plan_version", "2.0"), "this Titan reads version 1.x", None),
+    ("odd version", TINY_PLAN, edit("plan_version", 1), "`plan_version` must be text", None),
+    ("misspelt field", TINY_PLAN, rename("fsdp.param_dtype", "param_dtyp"), "`fsdp` lacks the field `param_dtype`", None),
+    ("field removed", TINY_PLAN, drop("optimizer.lr"), "`optimizer` lacks the field `lr`", None),
+    ("section removed", TINY_PLAN, drop("mesh"), "lacks the field `mesh`", None),
+    ("section null", TINY_PLAN, edit("mesh", None), "`mesh` must be a mapping of fields", None),
+    ("wrong type", TINY_PLAN, edit("mesh.tp", "two"), "`mesh.tp` must be a whole number", None),
+    ("zero degree", TINY_PLAN, edit("mesh.tp", 0), "`mesh.tp` is 0, but it must be at least 1", None),
+    ("negative lr", TINY_PLAN, edit("optimizer.lr", -1), "must be greater than 0", None),
+    ("unknown dtype", TINY_PLAN, edit("dtype", "float16"), "`dtype` is the text 'float16'", None),
+    ("unknown kind", TINY_PLAN, edit("model.blocks.0.block.attention.kind", "mha"), "but it must be `gqa`", None),
+    ("odd heads", TINY_PLAN, edit("model.blocks.0.block.attention.num_kv_heads", 3), "does not divide `num_heads` 16", None),
+    ("no blocks", TINY_PLAN, edit("model.blocks", []), "needs at least 1", None),
+    ("decay too long", TINY_PLAN, edit("lr_schedule.decay_steps", 9999), "exceed the curve's `total_steps`", None),
+    ("keep one", TINY_PLAN, edit("job.checkpoint.keep_latest_k", 1), "no complete checkpoint", None),
+    ("tp by hand", TINY_PLAN, edit("mesh.tp", 2), "= 8 ranks, but the cluster has 4 GPUs", "mesh-world"),
+    ("cluster by hand", TINY_PLAN, edit("cluster.nodes", 2), "but the cluster has 8 GPUs", "mesh-world"),
+    ("layer removed", TINY_PLAN, drop("layers.3"), "`layers` lacks `layers.2`", "plan-layers"),
+    ("layer twice", TINY_PLAN, edit("layers.3.fqn", "layers.1"), "lacks `layers.2`", "plan-layers"),
+    ("layers swapped", TINY_PLAN, lambda d: d["layers"].reverse(), "not in the model's order", "plan-layers"),
+    ("undefined policy", TINY_PLAN, edit("layers.1.checkpoint", "sometimes"), "which is not defined", "plan-policies"),
+    (
+        "policy twice",
+        PIPELINE_PLAN,
+        lambda d: d["activation_checkpoint"]["policies"].append(d["activation_checkpoint"]["policies"][0]),
+        "is defined 2 times",
+        "plan-policies",
+    ),
+    ("stage too high", PIPELINE_PLAN, edit("layers.34.stage", 99), "but there are 8 stages", "plan-stage-order"),
+    ("stages not in order", PIPELINE_PLAN, edit("layers.5.stage", 7), "contiguous modules in order", "plan-stage-order"),
+    ("stage empty", PIPELINE_PLAN, lambda d: [layer.update(stage=max(1, layer["stage"])) for layer in d["layers"]],
+     "stage 0 holds no module", "plan-stage-order"),
+    ("stage numbers", PIPELINE_PLAN, edit("pipeline.stages.1.index", 5), "the stage indices are", "plan-stages"),
+    ("stages uneven", PIPELINE_PLAN, edit("pipeline.stages.1.pp_rank", 0), "must hold equally many each", "plan-stages"),
+    (
+        "stages misplaced",
+        PIPELINE_PLAN,
+        lambda d: (d["pipeline"]["stages"][1].update(pp_rank=2), d["pipeline"]["stages"][2].update(pp_rank=1)),
+        "places stage s on rank s modulo 4",
+        "pp-schedule",
+    ),
+    ("schedule for one stage", PIPELINE_PLAN, edit("pipeline.schedule", "1F1B"), "needs exactly 1 stage a rank", "pp-schedule"),
+    ("V placement", PIPELINE_PLAN, edit("pipeline.schedule", "ZBVZeroBubble"), "places stage s on rank min", "pp-schedule"),
+    ("schedule without pp", TINY_PLAN, edit("pipeline.schedule", "1F1B"), "but pp is 1", "pp-schedule"),
+    ("no schedule", PIPELINE_PLAN, edit("pipeline.schedule", None), "neither a schedule nor", "pp-schedule"),
+    (
+        "split backward with reshard",
+        PIPELINE_PLAN,
+        lambda d: (
+            d["pipeline"].update(schedule="InterleavedZeroBubble"),
+            d["fsdp"]["units"][1].update(reshard_after_forward=True),
+        ),
+        "trains wrong without an error",
+        "pp-split-backward-reshard",
+    ),
+    (
+        "microbatches",
+        PIPELINE_PLAN,
+        lambda d: (d["pipeline"].update(microbatches=9), d["batch"].update(local_batch_size=9, global_batch_size=18)),
+        "do not divide 9 microbatches",
+        "pp-microbatches",
+    ),
+    ("microbatch size", PIPELINE_PLAN, edit("batch.microbatch_size", 3), "is not the local batch 16", "batch-micro"),
+    ("microbatches without pp", TINY_PLAN, edit("pipeline.microbatches", 4), "without a pipeline", "batch-micro"),
+    ("global batch", TINY_PLAN, edit("batch.global_batch_size", 17), "the global batch 17 is not", "batch-product"),
+    ("long sequence", TINY_PLAN, edit("batch.seq_len", 200_000), "longer than the model's maximum", "seq-max"),
+    ("sequence split", PIPELINE_PLAN, edit("batch.seq_len", 8190), "is not a multiple of tp 4", "seq-split"),
+    (
+        "heads",
+        PIPELINE_PLAN,
+        lambda d: d["model"]["blocks"][0]["block"]["attention"].update(num_heads=30, num_kv_heads=30),
+        "does not divide the 30 query heads",
+        "tp-heads",
+    ),
+    ("kv replicas", PIPELINE_PLAN, edit("tensor_parallel.kv_replicas", 3), "held 3 times each", "tp-heads"),
+    ("vocabulary", PIPELINE_PLAN, edit("model.vocab_size", 128255), "does not divide the vocabulary of 128255", "tp-dims"),
+    ("sequence parallel alone", TINY_PLAN, edit("tensor_parallel.sequence_parallel", True), "but tp is 1", "tp-options"),
+    (
+        "async without compile",
+        PIPELINE_PLAN,
+        edit("compile.enable", False),
+        "async tensor parallelism needs the model compiled",
+        "tp-options",
+    ),
+    ("sharding unknown", PIPELINE_PLAN, edit("sharding.0.module", "embeddings"), "matches no module", "sharding-rows"),
+    ("sharding twice", PIPELINE_PLAN, edit("sharding.5.module", "layers.*.attention.wq"), "is placed twice", "sharding-rows"),
+    ("sharding dim", PIPELINE_PLAN, edit("sharding.3.weight", "S(2)"), "has no weight dim 2", "sharding-rows"),
+    ("sharding gone", PIPELINE_PLAN, edit("sharding", []), "no module is placed on the axis `tp`", "sharding-rows"),
+    ("sharding text", PIPELINE_PLAN, edit("sharding.0.weight", "Shard(0)"), "must look like", None),
+    ("ep without experts", TINY_PLAN, edit("mesh.ep", 2), "the model has no experts", "ep-region"),
+    ("etp", PIPELINE_PLAN, edit("mesh.etp", 2), "is neither 1 nor tp = 4", "ep-region"),
+    ("unit unknown", TINY_PLAN, edit("fsdp.units.0.modules.0", "embed"), "matches no module", "fsdp-units"),
+    ("unit twice", TINY_PLAN, edit("fsdp.units.0.modules.0", "norm"), "is in the FSDP units 0 and 2", "fsdp-units"),
+    ("reshard to 3", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 3), "does not divide the 4 ranks", "fsdp-units"),
+    ("reshard to 1", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 1), "needs at least 2 ranks", None),
+    ("ddp with shards", TINY_PLAN, edit("fsdp.strategy", "ddp"), "DDP replicates parameters", "fsdp-units"),
+    ("checkpointed norm", PIPELINE_PLAN, edit("layers.33.checkpoint", "selective_op"), "only blocks can be", "ac-layers"),
+    ("float8 unknown", PIPELINE_PLAN, edit("float8.converted.0", "layers.*.attention.wz"), "matches no linear", "float8-linears"),
+    (
+        "float8 both",
+        PIPELINE_PLAN,
+        lambda d: d["float8"]["skipped"].append({"module": "layers.0.feed_forward.w1", "reason": "?"}),
+        "both converted and skipped",
+        "float8-linears",
+    ),
+    ("float8 without recipe", PIPELINE_PLAN, edit("float8.recipe", None), "`recipe` is null", None),
+    ("float8 hardware", PIPELINE_PLAN, edit("cluster.gpu.float8", False), "has no Float8", "float8-hardware"),
+    ("mxfp8 hardware", PIPELINE_PLAN, edit("float8.recipe", "mxfp8"), "has no MXFP8", "float8-hardware"),
+    ("chunks", TINY_PLAN, edit("loss.chunks", 3), "3 chunks do not divide", "loss-chunks"),
+    (
+        "pattern",
+        TINY_PLAN,
+        edit("optimizer.param_groups", [{"pattern": "nothing", "lr_scale": 1.0, "weight_decay": None}]),
+        "matches no parameter",
+        "optimizer-groups",
+    ),
+    ("no path", TINY_PLAN, edit("data.path", None), "names no path", "data-source"),
+    ("absolute path", TINY_PLAN, edit("data.path", "/etc"), "is an absolute path", "paths-relative"),
+    ("validation", TINY_PLAN, edit("job.validation.enable", True), "names no text", "job-validation"),
+    ("environment", TINY_PLAN, edit("job.environment", {"A B": "1"}), "not the name of an environment", "job-environment"),
+    (
+        "ulysses",
+        PIPELINE_PLAN,
+        lambda d: (d["mesh"].update(cp=16, dp_shard=1), d["cluster"].update(nodes=32),
+                   d["context_parallel"].update(method="alltoall"), d["batch"].update(global_batch_size=16)),
+        "splits 8 KV heads over cp 16 x tp 4",
+        "cp-heads",
+    ),
+]  # fmt: skip
+
+
+def read_error(path) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        load_plan(path)
+    return caught.value
+
+
+@pytest.mark.parametrize(("content", "fragment"), [case[1:] for case in FREE_TEXT], ids=[case[0] for case in FREE_TEXT])
+def test_damaged_file(tmp_path, content, fragment, capsys):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    assert fragment in str(read_error(path))
+    assert main(["show", str(path)]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "fragment", "rule"), [case[1:] for case in EDITS], ids=[case[0] for case in EDITS]
+)
+def test_edited_plan(tmp_path, plan, change, fragment, rule, capsys):
+    data = copy.deepcopy(encode(plan))
+    change(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    error = read_error(path)
+    hit = [c for c in error.complaints if fragment in c.message]
+    assert hit, str(error)
+    assert all("\n" not in c.message and str(path) in str(c.place) for c in error.complaints)
+    assert hit[0].rule == rule
+    assert main(["validate", str(path)]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_every_rule_has_a_plan_that_breaks_it():
+    assert {rule.id for rule in RULES} == {case[4] for case in EDITS if case[4]}
+
+
+def test_legal_edits_are_accepted_and_change_the_digest(tmp_path):
+    data = encode(TINY_PLAN)
+    data["optimizer"]["lr"] = 0.001
+    data["fsdp"]["units"][1]["reshard_after_forward"] = 2
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    assert digest(load_plan(path)) != digest(TINY_PLAN)
+
+
+def test_job_and_labels_do_not_change_the_digest(tmp_path):
+    data = encode(TINY_PLAN)
+    data["job"]["steps"] = 7
+    data["job"]["dump_folder"] = "elsewhere"
+    data["data"]["path"] = "other/place"
+    data["name"] = "another"
+    data["remarks"] = []
+    data["estimate"] = None
+    data["cluster"]["gpu"]["source"] = "hearsay"
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    assert digest(load_plan(path)) == digest(TINY_PLAN)
+
+
+def test_unknown_fields_of_the_same_major_are_ignored_with_a_note(tmp_path):
+    data = encode(TINY_PLAN)
+    data["plan_version"] = "1.9"
+    data["quantum"] = {"entangle": True}
+    data["mesh"]["warp"] = 4
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    plan, notes = load_plan_with_notes(path)
+    assert digest(plan) == digest(TINY_PLAN)
+    assert [note.address for note in notes] == ["mesh.warp", "quantum"]
+
+
+def test_missing_file_and_folder(tmp_path):
+    assert "cannot be read" in str(read_error(tmp_path / "none.json"))
+    assert "cannot be read" in str(read_error(tmp_path))
+
+
+def test_there_are_enough_cases():
+    assert len(EDITS) + len(FREE_TEXT) >= 60
