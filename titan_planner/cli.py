@@ -78,11 +78,15 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
 
     verb = verbs.add_parser("init", help="write a commented spec for a model and a cluster, or a worked example")
-    verb.add_argument("--model", default="llama3:8B", metavar="FAMILY:FLAVOR", help="model to train (default llama3:8B)")
+    verb.add_argument(
+        "--model", default="llama3:8B", metavar="FAMILY:FLAVOR", help="model to train (default llama3:8B)"
+    )
     verb.add_argument("--gpu", default="h100-sxm-80gb", help="GPU of the catalogue (default h100-sxm-80gb)")
     verb.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs in a node (default 8)")
     verb.add_argument("--nodes", type=_positive, default=1, metavar="N", help="number of nodes (default 1)")
-    verb.add_argument("--inter-node", default="ib-ndr-400", metavar="LINK", help="link between nodes (default ib-ndr-400)")
+    verb.add_argument(
+        "--inter-node", default="ib-ndr-400", metavar="LINK", help="link between nodes (default ib-ndr-400)"
+    )
     verb.add_argument("--example", metavar="NAME", help="write a worked example instead; `list` names them")
     _output(verb, "spec.yaml to write (default stdout)")
     verb.add_argument("--force", action="store_true", help="replace the file if it exists")
@@ -97,7 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     _spec(verb, "spec.yaml")
     _output(verb, "plan.json to write (default stdout)")
     verb.add_argument("--stop-after", metavar="PASS", help="stop after this pass (`lower` runs none)")
-    verb.add_argument("--without", action="append", default=[], metavar="PASS", help="leave a pass out; may be repeated")
+    verb.add_argument(
+        "--without", action="append", default=[], metavar="PASS", help="leave a pass out; may be repeated"
+    )
     verb.add_argument("--dump-ir", metavar="DIR", help="write the plan after every pass into this folder")
     _json(verb)
     verb.set_defaults(run=_compile)
@@ -113,7 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     _json(verb)
     verb.set_defaults(run=_explain)
 
-    verb = verbs.add_parser("diff", help="compare two plans: what changes, with which consequence, and whether a run can resume")
+    verb = verbs.add_parser(
+        "diff", help="compare two plans: what changes, with which consequence, and whether a run can resume"
+    )
     verb.add_argument("a", metavar="A", help="plan.json before")
     verb.add_argument("b", metavar="B", help="plan.json after")
     verb.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default text")
@@ -151,7 +159,9 @@ def _positive(text: str) -> int:
 
 def _spec(verb: argparse.ArgumentParser, help: str) -> None:
     verb.add_argument("spec", metavar="SPEC", help=help)
-    verb.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a field; may be repeated")
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="A.B=VALUE", help="override a field; may be repeated"
+    )
 
 
 def _plan(verb: argparse.ArgumentParser) -> None:
@@ -248,10 +258,15 @@ def _compile(arguments: argparse.Namespace) -> int:
     from titan_planner.spec import load_spec
 
     known = pass_names()
-    for option, names in (("--stop-after", [arguments.stop_after] * bool(arguments.stop_after)), ("--without", arguments.without)):
+    for option, names in (
+        ("--stop-after", [arguments.stop_after] * bool(arguments.stop_after)),
+        ("--without", arguments.without),
+    ):
         for name in names:
             if name not in known and not (option == "--stop-after" and name == "lower"):
-                sys.stderr.write(f"titan-plan compile: {option} {name}: there is no such pass; the passes are {', '.join(known)}\n")
+                sys.stderr.write(
+                    f"titan-plan compile: {option} {name}: there is no such pass; the passes are {', '.join(known)}\n"
+                )
                 return 2
 
     count = 0
@@ -405,21 +420,46 @@ def _hardware(arguments: argparse.Namespace) -> int:
                 for key, value in entry.items():
                     print(f"{key:20} {_cell(value)}".replace("\n", "\n" + " " * 21))
             return 0
-        hint = f"did you mean {' or '.join(f'`{s}`' for s in suggestions[:3])}?" if suggestions else "`titan-plan hardware` lists all"
+        hint = (
+            f"did you mean {' or '.join(f'`{s}`' for s in suggestions[:3])}?"
+            if suggestions
+            else "`titan-plan hardware` lists all"
+        )
         raise TitanError(Complaint(f"there is no hardware called `{arguments.name}`", hint=hint))
     tables: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-        ("GPUs", GPUS, ("name", "memory_gib", "memory_gb_per_s", "bf16_tflops", "fp8_tflops", "float8", "mxfp8", "intra_node_link")),
+        (
+            "GPUs",
+            GPUS,
+            (
+                "name",
+                "memory_gib",
+                "memory_gb_per_s",
+                "bf16_tflops",
+                "fp8_tflops",
+                "float8",
+                "mxfp8",
+                "intra_node_link",
+            ),
+        ),
         ("Links", LINKS, ("name", "gb_per_s", "latency_us", "per_gpu")),
         ("Nodes", NODES, ("name", "gpu", "gpus_per_node", "intra_node", "inter_node")),
     )
     if arguments.json:
-        print(json.dumps({title.lower(): [asdict(entry) for entry in entries.values()] for title, entries, _ in tables}, indent=2))
+        print(
+            json.dumps(
+                {title.lower(): [asdict(entry) for entry in entries.values()] for title, entries, _ in tables}, indent=2
+            )
+        )
         return 0
     for index, (title, entries, columns) in enumerate(tables):
         if index:
             print()
         rows = [[_cell(getattr(entry, column)) for column in columns] for entry in entries.values()]
-        numeric = [i for i, column in enumerate(columns) if not isinstance(getattr(next(iter(entries.values())), column), (str, bool))]
+        numeric = [
+            i
+            for i, column in enumerate(columns)
+            if not isinstance(getattr(next(iter(entries.values())), column), (str, bool))
+        ]
         emit_table(title, columns, rows, right=numeric)
     return 0
 
@@ -470,7 +510,9 @@ def _named(option: str) -> Iterator[None]:
     except InvariantError as error:
         raise TitanError(Complaint(error.message, place=Place(option), hint=error.hint)) from None
     except UnknownHardware as error:
-        raise TitanError(Complaint(str(error), place=Place(option), hint="`titan-plan hardware` lists what there is")) from None
+        raise TitanError(
+            Complaint(str(error), place=Place(option), hint="`titan-plan hardware` lists what there is")
+        ) from None
 
 
 @contextlib.contextmanager
@@ -479,7 +521,9 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise TitanError(Complaint(f"`{path}` cannot be written: {reason}", hint="check the folder, its rights and the free space")) from None
+        raise TitanError(
+            Complaint(f"`{path}` cannot be written: {reason}", hint="check the folder, its rights and the free space")
+        ) from None
 
 
 def _write(text: str, target: str | None) -> None:

@@ -132,18 +132,14 @@ def lay_out(
         units=() if request.parallelism.data_parallel_strategy == "ddp" else _units(model, request, mesh),
         tensor_parallel=tensor,
         sharding=(
-            tensor_parallel_rows(
-                model, sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel
-            )
+            tensor_parallel_rows(model, sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel)
             if mesh.tp > 1
             else ()
         ),
     )
 
 
-def remesh(
-    plan: Plan, mesh: Mesh, *, schedule: Schedule | None = None, local_batch_size: int | None = None
-) -> Plan:
+def remesh(plan: Plan, mesh: Mesh, *, schedule: Schedule | None = None, local_batch_size: int | None = None) -> Plan:
     """`plan` on another mesh, with what depends on the mesh laid out anew."""
     layout = lay_out(
         plan.model, plan.request, plan.batch.seq_len, mesh, schedule=schedule, local_batch_size=local_batch_size

@@ -33,7 +33,12 @@ from titan_planner.layout import lay_out, meshes
 from titan_planner.stages import InfeasibleStages
 
 NO_CHECKPOINT = CheckpointPolicy(
-    name="none", mode="none", save_ops=(), recompute_every_second_matmul=False, force_recompute_fqns=(), memory_budget=None
+    name="none",
+    mode="none",
+    save_ops=(),
+    recompute_every_second_matmul=False,
+    force_recompute_fqns=(),
+    memory_budget=None,
 )
 
 

@@ -77,21 +77,40 @@ def _float8(spec: Spec, model: Model | None, cluster: Cluster | None) -> Iterato
     if asked.recipe == "none":
         return
     if cluster is not None and asked.recipe == "mxfp8" and not cluster.gpu.mxfp8:
-        yield Complaint(f"{cluster.gpu.name} has no MXFP8", "float8.recipe", rule="float8-hardware",
-                        hint="use `recipe: tensorwise`" if cluster.gpu.float8 else "remove the section float8")  # fmt: skip
+        yield Complaint(
+            f"{cluster.gpu.name} has no MXFP8",
+            "float8.recipe",
+            rule="float8-hardware",
+            hint="use `recipe: tensorwise`" if cluster.gpu.float8 else "remove the section float8",
+        )
     elif cluster is not None and asked.recipe not in ("auto", "mxfp8") and not cluster.gpu.float8 and not asked.emulate:
-        yield Complaint(f"{cluster.gpu.name} has no Float8", "float8.recipe", rule="float8-hardware",
-                        hint="remove the section float8, or set `emulate: true` to try the numerics")  # fmt: skip
+        yield Complaint(
+            f"{cluster.gpu.name} has no Float8",
+            "float8.recipe",
+            rule="float8-hardware",
+            hint="remove the section float8, or set `emulate: true` to try the numerics",
+        )
     if asked.enable_fsdp_float8_all_gather and asked.recipe not in ("auto", "tensorwise"):
-        yield Complaint(f"the Float8 all-gather works with the recipe tensorwise only, not {asked.recipe}",
-                        "float8.enable_fsdp_float8_all_gather", rule="float8-hardware",
-                        hint="use `recipe: tensorwise`, or turn the all-gather off")  # fmt: skip
+        yield Complaint(
+            f"the Float8 all-gather works with the recipe tensorwise only, not {asked.recipe}",
+            "float8.enable_fsdp_float8_all_gather",
+            rule="float8-hardware",
+            hint="use `recipe: tensorwise`, or turn the all-gather off",
+        )
     if asked.precompute_float8_dynamic_scale_for_fsdp and not asked.enable_fsdp_float8_all_gather:
-        yield Complaint("precomputed scales go with the Float8 all-gather only", "float8.precompute_float8_dynamic_scale_for_fsdp",
-                        rule="float8-hardware", hint="set `enable_fsdp_float8_all_gather: true`, or remove the line")  # fmt: skip
+        yield Complaint(
+            "precomputed scales go with the Float8 all-gather only",
+            "float8.precompute_float8_dynamic_scale_for_fsdp",
+            rule="float8-hardware",
+            hint="set `enable_fsdp_float8_all_gather: true`, or remove the line",
+        )
     if asked.recipe in ("rowwise_with_gw_hp", "mxfp8") and AUTO_FILTER in asked.filter_fqns:
-        yield Complaint(f"`{AUTO_FILTER}` has no thresholds for the recipe {asked.recipe}", "float8.filter_fqns", rule="float8-filter",
-                        hint="list the linears to skip, or use tensorwise or rowwise")  # fmt: skip
+        yield Complaint(
+            f"`{AUTO_FILTER}` has no thresholds for the recipe {asked.recipe}",
+            "float8.filter_fqns",
+            rule="float8-filter",
+            hint="list the linears to skip, or use tensorwise or rowwise",
+        )
     if model is not None:
         yield from _unmatched(asked.filter_fqns, model, "float8.filter_fqns", "float8-filter")
 
@@ -103,7 +122,11 @@ def _unmatched(patterns: tuple[str, ...], model: Model, address: str, rule: str)
         if pattern == AUTO_FILTER or any(pattern_matches(pattern, fqn) for fqn in linears):
             continue
         close = difflib.get_close_matches(pattern, [*words, AUTO_FILTER], 1, 0.6)
-        hint = f"did you mean `{close[0]}`?" if close else f"linears are called {', '.join(f'`{word}`' for word in words[:9])}"
+        hint = (
+            f"did you mean `{close[0]}`?"
+            if close
+            else f"linears are called {', '.join(f'`{word}`' for word in words[:9])}"
+        )
         yield Complaint(f"`{pattern}` matches no linear of the model", f"{address}[{index}]", hint=hint, rule=rule)
 
 
@@ -111,11 +134,19 @@ def _checkpointing(spec: Spec, model: Model | None) -> Iterator[Complaint]:
     request = spec.request()
     asked, compiled = request.activation_checkpoint, request.compile
     if asked.mode == "memory_budget" and (compiled.enable is False or "model" not in compiled.components):
-        yield Complaint("the checkpointing mode memory_budget needs the model compiled", "activation_checkpoint.mode", rule="ac-layers",
-                        hint="set `compile: {enable: true}` with the component model, or use the mode selective")  # fmt: skip
+        yield Complaint(
+            "the checkpointing mode memory_budget needs the model compiled",
+            "activation_checkpoint.mode",
+            rule="ac-layers",
+            hint="set `compile: {enable: true}` with the component model, or use the mode selective",
+        )
     if model is not None:
-        yield from _unmatched(asked.per_op_sac_force_recompute_mm_shapes_by_fqns, model,
-                              "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns", "ac-layers")  # fmt: skip
+        yield from _unmatched(
+            asked.per_op_sac_force_recompute_mm_shapes_by_fqns,
+            model,
+            "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+            "ac-layers",
+        )
 
 
 def _limits(spec: Spec, cluster: Cluster | None) -> Iterator[Complaint]:
@@ -123,12 +154,19 @@ def _limits(spec: Spec, cluster: Cluster | None) -> Iterator[Complaint]:
     if not isinstance(tp, int) or tp < 1:
         return
     if cluster is not None and spec.limits.keep_tp_in_node and cluster.nodes > 1 and cluster.gpus_per_node % tp:
-        yield Complaint(f"tp = {tp} spans nodes of {cluster.gpus_per_node} GPUs, which `limits.keep_tp_in_node` forbids",
-                        "parallelism.tensor_parallel_degree", rule="limit-tp",
-                        hint=f"use a divisor of {cluster.gpus_per_node}, or set `limits: {{keep_tp_in_node: false}}`")  # fmt: skip
+        yield Complaint(
+            f"tp = {tp} spans nodes of {cluster.gpus_per_node} GPUs, which `limits.keep_tp_in_node` forbids",
+            "parallelism.tensor_parallel_degree",
+            rule="limit-tp",
+            hint=f"use a divisor of {cluster.gpus_per_node}, or set `limits: {{keep_tp_in_node: false}}`",
+        )
     if spec.limits.max_tp is not None and tp > spec.limits.max_tp:
-        yield Complaint(f"tp = {tp} exceeds `limits.max_tp` {spec.limits.max_tp}", "parallelism.tensor_parallel_degree",
-                        rule="limit-tp", hint="raise the limit or lower the degree")  # fmt: skip
+        yield Complaint(
+            f"tp = {tp} exceeds `limits.max_tp` {spec.limits.max_tp}",
+            "parallelism.tensor_parallel_degree",
+            rule="limit-tp",
+            hint="raise the limit or lower the degree",
+        )
 
 
 def feasibility(plan: Plan) -> Complaint | None:
@@ -138,7 +176,9 @@ def feasibility(plan: Plan) -> Complaint | None:
     """
     assert plan.estimate is not None
     memory = plan.cluster.gpu.memory_gib
-    worst = max(plan.estimate.memory, key=lambda m: m.parameters_gib + m.gradients_gib + m.optimizer_gib + m.unsharded_gib)
+    worst = max(
+        plan.estimate.memory, key=lambda m: m.parameters_gib + m.gradients_gib + m.optimizer_gib + m.unsharded_gib
+    )
     counted = worst.parameters_gib + worst.gradients_gib + worst.optimizer_gib + worst.unsharded_gib
     if counted <= memory or plan.fsdp.cpu_offload:
         return None
@@ -155,5 +195,10 @@ def feasibility(plan: Plan) -> Complaint | None:
 def _nodes_needed(plan: Plan) -> int:
     """Nodes at which the sharded state takes half of the memory, leaving the rest to activations and gathered units."""
     assert plan.estimate is not None
-    state = sum(m.parameters_gib + m.gradients_gib + m.optimizer_gib for m in plan.estimate.memory) / len(plan.estimate.memory)
-    return max(plan.cluster.nodes + 1, -(-int(state * plan.cluster.num_gpus * 2) // int(plan.cluster.gpu.memory_gib * plan.cluster.gpus_per_node)))
+    state = sum(m.parameters_gib + m.gradients_gib + m.optimizer_gib for m in plan.estimate.memory) / len(
+        plan.estimate.memory
+    )
+    return max(
+        plan.cluster.nodes + 1,
+        -(-int(state * plan.cluster.num_gpus * 2) // int(plan.cluster.gpu.memory_gib * plan.cluster.gpus_per_node)),
+    )

@@ -42,7 +42,16 @@ def tensor_parallel_rows(model: Model, *, sequence_parallel: bool, loss_parallel
     rows += list(_feed_forward("layers.*.feed_forward", block.feed_forward, stream))
     rows.append(_row("norm", "R", input=stream, output=stream))
     # Loss parallel leaves the logits sharded over the vocabulary; without it they are gathered.
-    rows.append(_row("output", "S(0)", input=stream, input_needed="R", output="S(2)", output_needed="S(2)" if loss_parallel else "R"))
+    rows.append(
+        _row(
+            "output",
+            "S(0)",
+            input=stream,
+            input_needed="R",
+            output="S(2)",
+            output_needed="S(2)" if loss_parallel else "R",
+        )
+    )
     return tuple(rows)
 
 

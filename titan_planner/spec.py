@@ -64,8 +64,12 @@ def _with_bases(path: Path, shown: str, below: tuple[Path, ...]) -> Document:
     if not isinstance(document.data, dict):
         kind = "a list" if isinstance(document.data, list) else "a single value"
         raise SpecError(
-            Complaint(f"a spec is a mapping of sections, but this file holds {kind}", "", Place(shown, 1, 1),
-                      "write `section: value` lines without dashes; `titan-plan init` shows one")  # fmt: skip
+            Complaint(
+                f"a spec is a mapping of sections, but this file holds {kind}",
+                "",
+                Place(shown, 1, 1),
+                "write `section: value` lines without dashes; `titan-plan init` shows one",
+            )
         )
     base = document.data.pop("extends", None)
     if base is None:
@@ -75,12 +79,20 @@ def _with_bases(path: Path, shown: str, below: tuple[Path, ...]) -> Document:
         raise SpecError(Complaint("`extends` must name one YAML file", "extends", place, "write `extends: other.yaml`"))
     resolved = path.resolve()
     if resolved in below or len(below) >= _MAX_EXTENDS:
-        raise SpecError(Complaint(f"`extends: {base}` leads back to a file that extends this one", "extends", place, "break the circle"))
+        raise SpecError(
+            Complaint(
+                f"`extends: {base}` leads back to a file that extends this one", "extends", place, "break the circle"
+            )
+        )
     target = path.parent / base
     if not target.is_file():
         raise SpecError(
-            Complaint(f"`extends` names `{base}`, which is not a file beside this spec", "extends", place,
-                      "the path is relative to the spec that names it")  # fmt: skip
+            Complaint(
+                f"`extends` names `{base}`, which is not a file beside this spec",
+                "extends",
+                place,
+                "the path is relative to the spec that names it",
+            )
         )
     return _with_bases(target, str(target), (*below, resolved)).overlay(document)
 
@@ -98,16 +110,16 @@ def _decode(document: Document, shown: str) -> Spec:
 def _collect_invariants(document: Document, first: DecodeError) -> list[Complaint]:
     """A record stops at its first broken invariant; the other sections are tried too, so that all are reported at once."""
     complaints: dict[str, Complaint] = {}
-    errors = [first]
+    broken = [first]
     for name, hint in field_types(Spec).items():
         if name in document.data:
             try:
                 decode_value(hint, document.data[name], name)
             except DecodeError as error:
-                errors.append(error)
-    for error in errors:
-        place = document.place(path_of(error.field))
-        complaints[error.field] = Complaint(error.message, error.field, place, error.hint)
+                broken.append(error)
+    for entry in broken:
+        place = document.place(path_of(entry.field))
+        complaints[entry.field] = Complaint(entry.message, entry.field, place, entry.hint)
     return list(complaints.values())
 
 

@@ -79,11 +79,15 @@ def _listed(model: Model, parts: tuple[tuple[str, ...], ...]) -> tuple[int, ...]
             found = select("output" if selector == "lm_head" else selector, names)
             if not found:
                 raise InfeasibleStages(
-                    address, f"`{selector}` names no top-level module of the model", f"use {names[0]}, layers.0 to {names[-3]}, norm, output"
+                    address,
+                    f"`{selector}` names no top-level module of the model",
+                    f"use {names[0]}, layers.0 to {names[-3]}, norm, output",
                 )
             for fqn in found:
                 if fqn in stage_of:
-                    raise InfeasibleStages(address, f"`{fqn}` is listed in stages {stage_of[fqn]} and {stage}", "list it once")
+                    raise InfeasibleStages(
+                        address, f"`{fqn}` is listed in stages {stage_of[fqn]} and {stage}", "list it once"
+                    )
                 stage_of[fqn] = stage
     missing = [fqn for fqn in names if fqn not in stage_of]
     if missing:

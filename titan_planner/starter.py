@@ -28,8 +28,14 @@ def starter_spec(model: Model, gpu: Gpu, gpus_per_node: int, nodes: int, inter_n
         if on_cpu
         else "data: {source: huggingface, dataset: c4}"
     )
-    link = f"\n  inter_node: {{link: {inter_node}, per_gpu: true}}   # `titan-plan hardware` lists links" if nodes > 1 else ""
-    assets = "" if on_cpu else f"\n  hf_assets_path: ./assets/hf/{model.flavor}   # tokenizer, and weights if there are any"
+    link = (
+        f"\n  inter_node: {{link: {inter_node}, per_gpu: true}}   # `titan-plan hardware` lists links"
+        if nodes > 1
+        else ""
+    )
+    assets = (
+        "" if on_cpu else f"\n  hf_assets_path: ./assets/hf/{model.flavor}   # tokenizer, and weights if there are any"
+    )
     return f"""\
 # yaml-language-server: $schema={bundled("schemas", SCHEMA_FILES["spec"]).as_uri()}
 # A Titan spec. Every decision is `auto` unless pinned. Compile it with `titan-plan compile THIS_FILE -o plan.json`,

@@ -104,16 +104,20 @@ def parse_yaml(text: str, name: str) -> Document:
         place = Place(name, text.count("\n", 0, at) + 1 if isinstance(at, int) else None)
         detail = getattr(error, "reason", None) or str(error)
         raise SpecError(
-            Complaint(f"the file is not YAML: {detail}", "", place, "remove control characters, or save it as plain text")
+            Complaint(
+                f"the file is not YAML: {detail}", "", place, "remove control characters, or save it as plain text"
+            )
         ) from None
     except RecursionError:
-        raise SpecError(Complaint("the YAML is nested too deeply", "", Place(name), f"use at most {_MAX_DEPTH} levels")) from None
-    except ValueError as error:  # e.g. an escape such as "\UFFFFFFFF" that names no character
-        raise SpecError(Complaint(f"the file is not YAML: {error}", "", Place(name), "fix the escape sequence")) from None
-    if root is None:
         raise SpecError(
-            Complaint("the spec is empty", "", Place(name), "`titan-plan init` writes one to start from")
-        )
+            Complaint("the YAML is nested too deeply", "", Place(name), f"use at most {_MAX_DEPTH} levels")
+        ) from None
+    except ValueError as error:  # e.g. an escape such as "\UFFFFFFFF" that names no character
+        raise SpecError(
+            Complaint(f"the file is not YAML: {error}", "", Place(name), "fix the escape sequence")
+        ) from None
+    if root is None:
+        raise SpecError(Complaint("the spec is empty", "", Place(name), "`titan-plan init` writes one to start from"))
     return _Builder(name).document(root)
 
 
@@ -124,12 +128,20 @@ def _syntax_error(error: yaml.MarkedYAMLError, name: str) -> Complaint:
     if "'\\t'" in problem:
         return Complaint("a tab stands where YAML wants spaces", "", place, "indent with spaces")
     if "but found another document" in str(error) or "expected a single document" in (error.context or ""):
-        return Complaint("the file holds more than one YAML document", "", place, "remove the line `---` and what follows")
+        return Complaint(
+            "the file holds more than one YAML document", "", place, "remove the line `---` and what follows"
+        )
     if "mapping values are not allowed" in problem:
-        return Complaint("a second `:` stands on this line, or the line above lacks one", "", place,
-                         "write one `key: value` a line, and put text with `: ` in quotes")  # fmt: skip
+        return Complaint(
+            "a second `:` stands on this line, or the line above lacks one",
+            "",
+            place,
+            "write one `key: value` a line, and put text with `: ` in quotes",
+        )
     context = f" {error.context}" if error.context else ""
-    return Complaint(f"the file is not valid YAML: {problem}{context}", "", place, "check indentation, brackets and quotes")
+    return Complaint(
+        f"the file is not valid YAML: {problem}{context}", "", place, "check indentation, brackets and quotes"
+    )
 
 
 class _Builder:
@@ -159,7 +171,9 @@ class _Builder:
         self.nodes += 1
         if self.nodes > _MAX_NODES:
             raise SpecError(
-                Complaint(f"the spec expands to more than {_MAX_NODES} values", "", self.place(node), "remove nested aliases")
+                Complaint(
+                    f"the spec expands to more than {_MAX_NODES} values", "", self.place(node), "remove nested aliases"
+                )
             )
         if id(node) in parents or len(parents) > _MAX_DEPTH:
             problem = "an alias contains itself" if id(node) in parents else "the YAML is nested too deeply"
@@ -170,6 +184,7 @@ class _Builder:
             return self.mapping(node, path, inside)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, i), inside) for i, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
         return self.scalar(node, path)
 
     def mapping(self, node: yaml.MappingNode, path: PathTuple, parents: tuple[int, ...]) -> dict[str, Any]:
@@ -183,7 +198,12 @@ class _Builder:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             if key in first:
-                self.complain(key_node, (*path, key), f"the key `{key}` appears twice, first at line {first[key].line}", "keep one of them")
+                self.complain(
+                    key_node,
+                    (*path, key),
+                    f"the key `{key}` appears twice, first at line {first[key].line}",
+                    "keep one of them",
+                )
                 continue
             first[key] = self.place(key_node)
             self.document_.keys[(*path, key)] = first[key]
@@ -207,7 +227,9 @@ class _Builder:
                     self.complain(key_node, path, "`<<` merges mappings only", "point it at an anchored mapping")
                     continue
                 if id(source) in parents:
-                    raise SpecError(Complaint("an alias contains itself", "", self.place(key_node), "write the values out"))
+                    raise SpecError(
+                        Complaint("an alias contains itself", "", self.place(key_node), "write the values out")
+                    )
                 for inner_key, inner_value in source.value:
                     if isinstance(inner_key, yaml.ScalarNode) and inner_key.tag != "tag:yaml.org,2002:merge":
                         yield inner_key.value, inner_value, inner_key
@@ -229,10 +251,20 @@ class _Builder:
 
     def plain(self, node: yaml.ScalarNode, text: str, path: PathTuple) -> Any:
         if _BASE_60.fullmatch(text):
-            self.complain(node, path, f"`{text}` is a base-60 number in YAML", f"write the plain number, or '{text}' in quotes for text")
+            self.complain(
+                node,
+                path,
+                f"`{text}` is a base-60 number in YAML",
+                f"write the plain number, or '{text}' in quotes for text",
+            )
             return None
         if _OCTAL.fullmatch(text) and text.strip("+-0_"):
-            self.complain(node, path, f"`{text}` is an octal number in YAML", f"write {text.lstrip('+-0')}, or '{text}' in quotes for text")
+            self.complain(
+                node,
+                path,
+                f"`{text}` is an octal number in YAML",
+                f"write {text.lstrip('+-0')}, or '{text}' in quotes for text",
+            )
             return None
         if _INT.fullmatch(text):
             return int(text.replace("_", ""), 0)
@@ -261,7 +293,9 @@ def assignments(options: list[str]) -> Document:
         address, equals, text = option.partition("=")
         parts = tuple(address.strip().split("."))
         if not equals or not all(parts):
-            complaints.append(Complaint("`--set` takes `section.field=value`", "", place, "e.g. --set training.steps=20"))
+            complaints.append(
+                Complaint("`--set` takes `section.field=value`", "", place, "e.g. --set training.steps=20")
+            )
             continue
         value: Any = None
         if text.strip():

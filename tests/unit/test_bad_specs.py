@@ -31,18 +31,38 @@ training: {steps: 20, seq_len: 8192, local_batch_size: 1}
 CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("unknown section", GOOD + "traning: {steps: 3}\n", [("6:1", "has no field `traning`")]),
     ("unknown key", GOOD.replace("steps: 20", "step: 20"), [("4:12", "`training` has no field `step`")]),
-    ("wrong type", GOOD.replace("steps: 20", "steps: many"), [("4:19", "must be a whole number, but it is the text 'many'")]),
+    (
+        "wrong type",
+        GOOD.replace("steps: 20", "steps: many"),
+        [("4:19", "must be a whole number, but it is the text 'many'")],
+    ),
     ("negative", GOOD.replace("steps: 20", "steps: -5"), [("4:19", "must be at least 1")]),
     ("fraction", GOOD.replace("steps: 20", "steps: 2.5"), [("4:19", "must be a whole number, but it is 2.5")]),
-    ("bool for a number", GOOD.replace("steps: 20", "steps: yes"), [("4:19", "must be a whole number, but it is true")]),
+    (
+        "bool for a number",
+        GOOD.replace("steps: 20", "steps: yes"),
+        [("4:19", "must be a whole number, but it is true")],
+    ),
     ("null section", GOOD + "optimizer:\n", [("6:11", "`optimizer` must be a mapping of fields, but it is null")]),
-    ("list for a mapping", GOOD + "optimizer:\n  - name: AdamW\n", [("7:3", "must be a mapping of fields, but it is a list")]),
-    ("list of sections", "- spec_version: 1\n", [("1:1", "a spec is a mapping of sections, but this file holds a list")]),
+    (
+        "list for a mapping",
+        GOOD + "optimizer:\n  - name: AdamW\n",
+        [("7:3", "must be a mapping of fields, but it is a list")],
+    ),
+    (
+        "list of sections",
+        "- spec_version: 1\n",
+        [("1:1", "a spec is a mapping of sections, but this file holds a list")],
+    ),
     ("single value", "hello\n", [("1:1", "this file holds a single value")]),
     ("empty", "", [("", "the spec is empty")]),
     ("only comments", "# nothing here\n", [("", "the spec is empty")]),
     ("version missing", GOOD.replace("spec_version: 1\n", ""), [("", "lacks the field `spec_version`")]),
-    ("version from the future", GOOD.replace("spec_version: 1", "spec_version: 7"), [("1:15", "is 7, but it must be 1")]),
+    (
+        "version from the future",
+        GOOD.replace("spec_version: 1", "spec_version: 7"),
+        [("1:15", "is 7, but it must be 1")],
+    ),
     ("duplicate key", GOOD + "training: {steps: 3}\n", [("6:1", "`training` appears twice, first at line 4")]),
     ("tab", GOOD + "optimizer:\n\tname: AdamW\n", [("7:1", "a tab stands where YAML wants spaces")]),
     ("unclosed bracket", GOOD + "optimizer: {name: AdamW\n", [("", "not valid YAML")]),
@@ -53,7 +73,11 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("huge float", GOOD + "optimizer: {lr: 1e999}\n", [("6:17", "too large for a number")]),
     ("yaml tag", GOOD + "name: !!python/object:os.system x\n", [("6:7", "is not part of the spec format")]),
     ("self-containing alias", GOOD + "environment: &e {A: *e}\n", [("", "an alias contains itself")]),
-    ("off for a word", GPU + "activation_checkpoint: {mode: off}\n", [("5:31", "is false, but it must be one of `auto`")]),
+    (
+        "off for a word",
+        GPU + "activation_checkpoint: {mode: off}\n",
+        [("5:31", "is false, but it must be one of `auto`")],
+    ),
     ("misspelt choice", GPU + "activation_checkpoint: {mode: ful}\n", [("5:31", "is the text 'ful'")]),
     ("unknown family", GOOD.replace("family: llama3", "family: llama33"), [("2:17", "no model family `llama33`")]),
     ("unknown flavor", GOOD.replace("flavor: debug", "flavor: 9B"), [("2:33", "has no flavor `9B`")]),
@@ -61,7 +85,11 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("unknown gpu", GOOD.replace("gpu: cpu", "gpu: h1000"), [("3:16", "no GPU is called `h1000`")]),
     ("no gpu", GOOD.replace("gpu: cpu, ", ""), [("3:10", "`cluster` names no GPU")]),
     ("nodes without link", GPU.replace("nodes: 1", "nodes: 2"), [("", "2 nodes need a link between them")]),
-    ("unknown link", GPU.replace("nodes: 1", "nodes: 2, inter_node: ib-nrd-400"), [("3:53", "no link is called `ib-nrd-400`")]),
+    (
+        "unknown link",
+        GPU.replace("nodes: 1", "nodes: 2, inter_node: ib-nrd-400"),
+        [("3:53", "no link is called `ib-nrd-400`")],
+    ),
     (
         "product",
         GPU + "parallelism: {data_parallel_shard_degree: 2, tensor_parallel_degree: 4, pipeline_parallel_degree: 2, "
@@ -91,7 +119,11 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         GPU.replace("seq_len: 8192", "seq_len: 8190") + "parallelism: {tensor_parallel_degree: 4}\n",
         [("4:32", "8190 is not a multiple of tp 4 = 4")],
     ),
-    ("sequence beyond the model", GPU.replace("8192", "262144"), [("4:32", "longer than the model's maximum of 131072")]),
+    (
+        "sequence beyond the model",
+        GPU.replace("8192", "262144"),
+        [("4:32", "longer than the model's maximum of 131072")],
+    ),
     (
         "batch not divisible",
         GPU.replace("local_batch_size: 1", "local_batch_size: 1, global_batch_size: 33")
@@ -130,8 +162,16 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         "fsdp_reshard_after_forward: always}\n",
         [("5:115", "trains wrong without an error")],
     ),
-    ("experts in a dense model", GPU + "parallelism: {expert_parallel_degree: 2}\n", [("5:39", "the model has no experts")]),
-    ("float8 on A100", GPU.replace("h100-sxm-80gb", "a100-sxm-80gb") + "float8: {recipe: tensorwise}\n", [("5:18", "has no Float8")]),
+    (
+        "experts in a dense model",
+        GPU + "parallelism: {expert_parallel_degree: 2}\n",
+        [("5:39", "the model has no experts")],
+    ),
+    (
+        "float8 on A100",
+        GPU.replace("h100-sxm-80gb", "a100-sxm-80gb") + "float8: {recipe: tensorwise}\n",
+        [("5:18", "has no Float8")],
+    ),
     ("mxfp8 on H100", GPU + "float8: {recipe: mxfp8}\n", [("5:18", "has no MXFP8")]),
     (
         "rowwise all-gather",
@@ -154,15 +194,34 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("misspelt component", GOOD + "compile: {components: [modle]}\n", [("6:24", "is the text 'modle'")]),
     ("absolute path", GOOD + "dump_folder: /data/runs\n", [("6:14", "is an absolute path")]),
     ("text without path", GOOD.replace("path: data/sample, ", ""), [("5:7", "needs `path`")]),
-    ("optimizer pattern", GOOD + "optimizer: {param_groups: [{pattern: nrom}]}\n", [("", "`nrom` matches no parameter")]),
-    ("bad regular expression", GOOD + "optimizer: {param_groups: [{pattern: '('}]}\n", [("", "is not a regular expression")]),
-    ("memory_budget uncompiled", GPU + "activation_checkpoint: {mode: memory_budget}\ncompile: {enable: false}\n",
-     [("5:31", "memory_budget needs the model compiled")]),
+    (
+        "optimizer pattern",
+        GOOD + "optimizer: {param_groups: [{pattern: nrom}]}\n",
+        [("", "`nrom` matches no parameter")],
+    ),
+    (
+        "bad regular expression",
+        GOOD + "optimizer: {param_groups: [{pattern: '('}]}\n",
+        [("", "is not a regular expression")],
+    ),
+    (
+        "memory_budget uncompiled",
+        GPU + "activation_checkpoint: {mode: memory_budget}\ncompile: {enable: false}\n",
+        [("5:31", "memory_budget needs the model compiled")],
+    ),
     ("profiler period", GOOD + "profiling: {profile_freq: 2}\n", [("6:27", "shorter than warmup 3 + active 1")]),
     ("missing base", "extends: nowhere.yaml\n" + GOOD, [("1:10", "not a file beside this spec")]),
-    ("hf_config missing", GOOD.replace("{family: llama3, flavor: debug}", "{hf_config: nowhere.json}"), [("2:20", "cannot be read")]),
+    (
+        "hf_config missing",
+        GOOD.replace("{family: llama3, flavor: debug}", "{hf_config: nowhere.json}"),
+        [("2:20", "cannot be read")],
+    ),
     ("both model forms", GOOD.replace("flavor: debug", "flavor: debug, hf_config: x.json"), [("", "stands beside")]),
-    ("override impossible", GOOD.replace("flavor: debug", "flavor: debug, overrides: {num_heads: 7}"), [("2:63", "does not divide `dim` 256")]),
+    (
+        "override impossible",
+        GOOD.replace("flavor: debug", "flavor: debug, overrides: {num_heads: 7}"),
+        [("2:63", "does not divide `dim` 256")],
+    ),
     (
         "does not fit",
         GPU.replace("8B", "70B"),
@@ -251,7 +310,10 @@ def test_byte_order_mark_crlf_and_anchors_are_fine(tmp_path):
     text = GOOD + "x-base: &base {interval: 7}\n"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
     assert load_spec(path).spec.training.steps == 20
-    text = GOOD.replace("training: {", "training: &t {") + "checkpoint:\n  <<: {interval: 9, keep_latest_k: 3}\n  interval: 7\n"
+    text = (
+        GOOD.replace("training: {", "training: &t {")
+        + "checkpoint:\n  <<: {interval: 9, keep_latest_k: 3}\n  interval: 7\n"
+    )
     path.write_text(text)
     loaded = load_spec(path).spec.checkpoint
     assert (loaded.interval, loaded.keep_latest_k) == (7, 3)
@@ -321,7 +383,10 @@ def test_hints_that_name_a_value_work(tmp_path):
     path = tmp_path / "spec.yaml"
     base = textwrap.dedent(GPU)
     for bad, good in (
-        (base.replace("seq_len: 8192", "seq_len: 8190") + "parallelism: {tensor_parallel_degree: 4}\n", ("8190", "8188")),
+        (
+            base.replace("seq_len: 8192", "seq_len: 8190") + "parallelism: {tensor_parallel_degree: 4}\n",
+            ("8190", "8188"),
+        ),
         (
             base.replace("local_batch_size: 1", "local_batch_size: 1, global_batch_size: 33")
             + "parallelism: {data_parallel_shard_degree: 8}\n",

@@ -26,7 +26,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, printed.out, printed.err
 
 
-@pytest.fixture()
+@pytest.fixture
 def plan(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert run(capsys, "compile", TINY, "-o", str(path))[0] == 0
@@ -153,7 +153,9 @@ def test_schema_models_hardware_completion(capsys):
 @pytest.mark.parametrize(("gpu", "nodes"), [("h100-sxm-80gb", 64), ("cpu", 1)])
 def test_init_writes_specs_that_compile(capsys, tmp_path, flavor, gpu, nodes):
     path = tmp_path / "spec.yaml"
-    assert run(capsys, "init", "--model", f"llama3:{flavor}", "--gpu", gpu, "--nodes", str(nodes), "-o", str(path))[0] == 0
+    assert (
+        run(capsys, "init", "--model", f"llama3:{flavor}", "--gpu", gpu, "--nodes", str(nodes), "-o", str(path))[0] == 0
+    )
     code, _, err = run(capsys, "validate", str(path))
     # Large models do not fit in the memory of laptops; everything else about the spec is right.
     if gpu == "cpu" and flavor != "debug":
@@ -178,7 +180,9 @@ def test_init_example(capsys, tmp_path, monkeypatch):
 
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m titan_planner.cli compile {TINY} | head -c 10"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
     assert done.returncode == 0
@@ -188,7 +192,8 @@ def test_a_plan_that_may_not_fit_warns(capsys, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text(
         "spec_version: 1\nmodel: {family: llama3, flavor: 8B}\ncluster: {gpu: h100-sxm-80gb}\n"
-        "training: {seq_len: 8192, local_batch_size: 4}\nparallelism: {data_parallel_shard_degree: 8}\nactivation_checkpoint: {mode: none}\n"
+        "training: {seq_len: 8192, local_batch_size: 4}\nparallelism: {data_parallel_shard_degree: 8}\n"
+        "activation_checkpoint: {mode: none}\n"
     )
     code, _, err = run(capsys, "validate", str(path))
     assert code == 0

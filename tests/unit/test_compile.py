@@ -39,7 +39,9 @@ training: {seq_len: 8192, TRAINING}
 
 
 def llama(flavor="8B", gpu="h100-sxm-80gb", nodes=1, training="local_batch_size: 1", more="") -> Plan:
-    text = LLAMA.replace("FLAVOR", flavor).replace("GPU", gpu).replace("NODES", str(nodes)).replace("TRAINING", training)
+    text = (
+        LLAMA.replace("FLAVOR", flavor).replace("GPU", gpu).replace("NODES", str(nodes)).replace("TRAINING", training)
+    )
     return compile_text(text + more)
 
 
@@ -169,7 +171,7 @@ def test_a_pass_that_breaks_a_plan_is_named(tmp_path):
 
     path = tmp_path / "spec.yaml"
     path.write_text(TINY)
-    with pytest.raises(PassBroke, match="`saboteur` returned an invalid plan.*plan-layers"):
+    with pytest.raises(PassBroke, match=r"`saboteur` returned an invalid plan.*plan-layers"):
         compile_spec(load_spec(path), (saboteur,))
 
 
@@ -265,7 +267,12 @@ def test_example_specs_complete_in_editors():
 
 def run_python(code: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **environment}, cwd=ROOT
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -333,7 +340,9 @@ def test_planner_arrows():
             others = {f"titan_planner.passes.{name}" for name in names - {path.stem}}
             assert not found & others, inside
         if inside.startswith("cost/"):
-            assert not any(name.startswith(("titan_planner.passes", "titan_planner.compiler")) for name in found), inside
+            assert not any(name.startswith(("titan_planner.passes", "titan_planner.compiler")) for name in found), (
+                inside
+            )
         if inside not in ("cli.py", "console.py"):
             calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
             assert not any(isinstance(c.func, ast.Name) and c.func.id == "print" for c in calls), inside

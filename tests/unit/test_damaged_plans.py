@@ -72,7 +72,11 @@ FREE_TEXT: list[tuple[str, bytes, str]] = [
     ("huge integer", dumps(TINY_PLAN).replace('"steps": 20', '"steps": ' + "9" * 5000).encode(), "not valid JSON"),
     ("binary", b"\x80\x00\xff", "not UTF-8"),
     ("too deep", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
-    ("key twice", dumps(TINY_PLAN).replace('"name": "tiny"', '"name": "tiny", "name": "other"').encode(), "appears twice"),
+    (
+        "key twice",
+        dumps(TINY_PLAN).replace('"name": "tiny"', '"name": "tiny", "name": "other"').encode(),
+        "appears twice",
+    ),
 ]
 
 # name, plan, edit, fragment of the complaint, id of the rule or None

@@ -32,7 +32,9 @@ SCALARS = st.one_of(
     st.sampled_from(["auto", "-1", "3e-4", "1:30", "010", ".inf", "off", "~", "*a", "&a", "!!x", "<<", "a.b", "[", "%"]),
 )  # fmt: skip
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4), max_leaves=12
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
 )
 
 

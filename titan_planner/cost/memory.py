@@ -129,14 +129,19 @@ def block_activation_bytes(plan: Plan, block: Block, policy: CheckpointPolicy) -
 def _working_bytes(plan: Plan, blocks: list[Block]) -> float:
     """One block's activations are whole while it runs backward, whatever the policy keeps before."""
     keep_all = CheckpointPolicy(
-        name="none", mode="none", save_ops=(), recompute_every_second_matmul=False, force_recompute_fqns=(), memory_budget=None
+        name="none",
+        mode="none",
+        save_ops=(),
+        recompute_every_second_matmul=False,
+        force_recompute_fqns=(),
+        memory_budget=None,
     )
     return max(block_activation_bytes(plan, block, keep_all) for block in {id(b): b for b in blocks}.values())
 
 
 def _unsharded_bytes(plan: Plan, fqns: list[str], numel: dict[str, int]) -> float:
     """Gathered parameters and unreduced gradients: two units in flight, or all that are not resharded."""
-    if plan.fsdp.strategy == "ddp" or plan.mesh.fsdp == 1 and plan.fsdp.param_dtype == plan.dtype:
+    if plan.fsdp.strategy == "ddp" or (plan.mesh.fsdp == 1 and plan.fsdp.param_dtype == plan.dtype):
         return 0.0
     units: list[tuple[int, bool]] = []
     for fqn in fqns:

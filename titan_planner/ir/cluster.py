@@ -34,7 +34,9 @@ class Link:
     """A connection. Bandwidth is the unidirectional peak."""
 
     name: Annotated[str, Field("Catalogue name, or a name of the user's own.")]
-    gb_per_s: Annotated[float, Field("Unidirectional peak in 1e9 bytes/s, per GPU when `per_gpu`, else per node.", gt=0)]
+    gb_per_s: Annotated[
+        float, Field("Unidirectional peak in 1e9 bytes/s, per GPU when `per_gpu`, else per node.", gt=0)
+    ]
     latency_us: Annotated[float, Field("Latency of one hop in microseconds (the alpha of alpha-beta models).", ge=0)]
     per_gpu: Annotated[bool, Field("True: every GPU has this much. False: the GPUs of a node share it.")]
     source: Annotated[str, Field("Where the numbers come from.", decision=False)]
@@ -61,7 +63,9 @@ class Cluster:
     nodes: Annotated[int, Field("Number of nodes.", ge=1)]
     intra_node: Annotated[Link, Field("Link between the GPUs of one node.")]
     inter_node: Annotated[Link, Field("Link between nodes.")]
-    price_per_gpu_hour: Annotated[float | None, Field("Price of one GPU for one hour, any currency.", ge=0, decision=False)]
+    price_per_gpu_hour: Annotated[
+        float | None, Field("Price of one GPU for one hour, any currency.", ge=0, decision=False)
+    ]
 
     @property
     def num_gpus(self) -> int:

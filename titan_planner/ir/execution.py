@@ -17,16 +17,24 @@ class CheckpointPolicy:
     name: Annotated[str, Field("Name that layers refer to.", pattern=r"^[a-z][a-z0-9_]*$")]
     mode: Annotated[
         Literal["none", "full", "selective", "memory_budget"],
-        Field("none keeps all; full keeps the block's input; selective keeps listed ops; memory_budget lets compile choose."),
+        Field(
+            "none keeps all; full keeps the block's input; selective keeps listed ops; memory_budget lets compile choose."
+        ),
     ]
     save_ops: Annotated[tuple[str, ...], Field("selective: torch ops whose outputs are kept, e.g. aten.mm.default.")]
     recompute_every_second_matmul: Annotated[bool, Field("selective: keep only every other matmul of the block.")]
-    force_recompute_fqns: Annotated[tuple[str, ...], Field("selective: linears whose matmul shape is always recomputed.")]
-    memory_budget: Annotated[float | None, Field("memory_budget: 0 keeps as little as full, 1 as much as none.", ge=0, le=1)]
+    force_recompute_fqns: Annotated[
+        tuple[str, ...], Field("selective: linears whose matmul shape is always recomputed.")
+    ]
+    memory_budget: Annotated[
+        float | None, Field("memory_budget: 0 keeps as little as full, 1 as much as none.", ge=0, le=1)
+    ]
 
     def check(self) -> None:
         if (self.mode == "memory_budget") != (self.memory_budget is not None):
-            raise InvariantError("memory_budget", f"policy `{self.name}`: `memory_budget` goes with mode memory_budget only")
+            raise InvariantError(
+                "memory_budget", f"policy `{self.name}`: `memory_budget` goes with mode memory_budget only"
+            )
         if self.save_ops and self.mode != "selective":
             raise InvariantError("save_ops", f"policy `{self.name}`: `save_ops` goes with mode selective only")
 
@@ -35,7 +43,9 @@ class CheckpointPolicy:
 class ActivationCheckpoint:
     """The policies that layers use, and options common to them."""
 
-    policies: Annotated[tuple[CheckpointPolicy, ...], Field("Named policies; `none` is always among them.", min_items=1)]
+    policies: Annotated[
+        tuple[CheckpointPolicy, ...], Field("Named policies; `none` is always among them.", min_items=1)
+    ]
     preserve_rng_state: Annotated[bool, Field("Restore RNG state when recomputing (needed with dropout only).")]
     early_stop: Annotated[bool, Field("Stop recomputing as soon as the last needed tensor is back.")]
     determinism_check: Annotated[Literal["default", "none"], Field("Compare recomputed tensors' metadata.")]
@@ -61,7 +71,9 @@ class Float8:
     converted: Annotated[tuple[str, ...], Field("Selectors of the linears that are converted.")]
     skipped: Annotated[tuple[SkippedLinear, ...], Field("Linears that are not, with reasons.")]
     enable_fsdp_float8_all_gather: Annotated[bool, Field("FSDP gathers weights in Float8 (tensorwise only).")]
-    precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, Field("Compute all scales in one step after the optimizer.")]
+    precompute_float8_dynamic_scale_for_fsdp: Annotated[
+        bool, Field("Compute all scales in one step after the optimizer.")
+    ]
     emulate: Annotated[bool, Field("Emulate in high precision where the hardware lacks Float8.")]
 
     def check(self) -> None:
@@ -74,7 +86,9 @@ class Compile:
     """torch.compile of the listed components."""
 
     enable: Annotated[bool, Field("Compile at all.")]
-    components: Annotated[tuple[Literal["model", "loss"], ...], Field("What is compiled; `model` is compiled block by block.")]
+    components: Annotated[
+        tuple[Literal["model", "loss"], ...], Field("What is compiled; `model` is compiled block by block.")
+    ]
     backend: Annotated[str, Field("Compiler backend, e.g. inductor.")]
 
 

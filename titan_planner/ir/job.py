@@ -99,7 +99,9 @@ class Checkpoint:
     interval: Annotated[int, Field("Steps between saves.", ge=1)]
     interval_minutes: Annotated[float | None, Field("Also save after this many minutes; null for steps only.", gt=0)]
     keep_latest_k: Annotated[int, Field("Saves kept; 0 keeps all.", ge=0)]
-    async_mode: Annotated[Literal["disabled", "async", "async_with_pinned_mem"], Field("Whether saving overlaps training.")]
+    async_mode: Annotated[
+        Literal["disabled", "async", "async_with_pinned_mem"], Field("Whether saving overlaps training.")
+    ]
     enable_first_step_checkpoint: Annotated[bool, Field("Save after step 1, to fail early.")]
     last_save_model_only: Annotated[bool, Field("The final save holds weights only and cannot be resumed.")]
     last_save_in_hf: Annotated[bool, Field("The final save is also written as Hugging Face safetensors.")]
@@ -155,7 +157,9 @@ class Validation:
     """Loss on held-out text during training."""
 
     enable: Annotated[bool, Field("Validate at all.")]
-    path: Annotated[str | None, Field("File or folder of the held-out text; the kind of source is the training data's.")]
+    path: Annotated[
+        str | None, Field("File or folder of the held-out text; the kind of source is the training data's.")
+    ]
     freq: Annotated[int, Field("Steps between validations.", ge=1)]
     steps: Annotated[int, Field("Batches per validation; -1 for one pass over the text.", ge=-1)]
 

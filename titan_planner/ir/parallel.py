@@ -76,7 +76,9 @@ class Pipeline:
     microbatches: Annotated[int, Field("Pipeline microbatches in one accumulation step.", ge=1)]
     actions: Annotated[
         tuple[str, ...] | None,
-        Field("A schedule of the user's own: one row a pipeline rank, actions like `0F0,1F0,0B0`; null to use `schedule`."),
+        Field(
+            "A schedule of the user's own: one row a pipeline rank, actions like `0F0,1F0,0B0`; null to use `schedule`."
+        ),
     ]
 
     @property
@@ -109,14 +111,18 @@ class TensorParallel:
     sequence_parallel: Annotated[bool, Field("Norms and residual stream are sharded on the sequence.")]
     loss_parallel: Annotated[bool, Field("Cross-entropy works on logits sharded over the vocabulary.")]
     async_tp: Annotated[bool, Field("Matmuls overlap with their collectives (compiled CUDA only).")]
-    kv_replicas: Annotated[int, Field("Tensor ranks that hold the same KV head; tp / kv_replicas divides the KV heads.", ge=1)]
+    kv_replicas: Annotated[
+        int, Field("Tensor ranks that hold the same KV head; tp / kv_replicas divides the KV heads.", ge=1)
+    ]
 
 
 @record
 class FsdpUnit:
     """Modules gathered and freed together. A selector with `*` or a range makes one unit of every match."""
 
-    modules: Annotated[tuple[str, ...], Field("Selectors; several selectors make one unit of all their modules.", min_items=1)]
+    modules: Annotated[
+        tuple[str, ...], Field("Selectors; several selectors make one unit of all their modules.", min_items=1)
+    ]
     reshard_after_forward: Annotated[
         bool | int, Field("Free after forward (true), keep until backward (false), or reshard to this many ranks.")
     ]
@@ -156,5 +162,7 @@ class ExpertParallel:
     """How the ranks of the ep axis share the experts."""
 
     comm_backend: Annotated[Literal["standard", "deepep", "hybridep"], Field("Implementation of token dispatch.")]
-    capacity_factor: Annotated[float | None, Field("Tokens an expert takes, as a multiple of the mean; null drops none.", gt=0)]
+    capacity_factor: Annotated[
+        float | None, Field("Tokens an expert takes, as a multiple of the mean; null drops none.", gt=0)
+    ]
     force_load_balance: Annotated[bool, Field("Route round-robin: for measurements only.")]

@@ -8,7 +8,15 @@ from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.execution import ActivationCheckpoint, Compile, Float8, Loss
 from titan_planner.ir.job import Batch, Data, Job, LrSchedule, Optimizer, Seeds
 from titan_planner.ir.model import Model
-from titan_planner.ir.parallel import ContextParallel, ExpertParallel, Fsdp, Mesh, ModuleSharding, Pipeline, TensorParallel
+from titan_planner.ir.parallel import (
+    ContextParallel,
+    ExpertParallel,
+    Fsdp,
+    Mesh,
+    ModuleSharding,
+    Pipeline,
+    TensorParallel,
+)
 from titan_planner.ir.record import Field, record
 from titan_planner.ir.request import Request
 
@@ -100,7 +108,9 @@ class Plan:
     compile: Compile
     loss: Loss
     layers: Annotated[tuple[Layer, ...], Field("Every top-level module, in order.", min_items=3)]
-    sharding: Annotated[tuple[ModuleSharding, ...], Field("Tensor- and expert-parallel placements; empty without them.")]
+    sharding: Annotated[
+        tuple[ModuleSharding, ...], Field("Tensor- and expert-parallel placements; empty without them.")
+    ]
     dtype: Annotated[Literal["float32", "bfloat16"], Field("Dtype of parameters and gradients between steps.")]
     optimizer: Optimizer
     lr_schedule: LrSchedule

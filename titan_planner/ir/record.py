@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 from titan_planner.ir.errors import InvariantError
 
@@ -70,16 +70,24 @@ def out_of_bounds(value: float, field: Field) -> str | None:
     return None
 
 
-@functools.cache
 def field_types(cls: type) -> Mapping[str, Any]:
     """Field name -> resolved type without `Annotated`, in declaration order."""
+    return _field_types(cast(Any, cls))  # Any: to mypy, the class of a frozen dataclass is not hashable
+
+
+@functools.cache
+def _field_types(cls: Any) -> Mapping[str, Any]:
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
-@functools.cache
 def field_descriptors(cls: type) -> Mapping[str, Field]:
     """Field name -> its `Field`, for every field of `cls` that has one."""
+    return _field_descriptors(cast(Any, cls))
+
+
+@functools.cache
+def _field_descriptors(cls: Any) -> Mapping[str, Field]:
     hints = get_type_hints(cls, include_extras=True)
     found: dict[str, Field] = {}
     for f in dataclasses.fields(cls):
@@ -91,9 +99,13 @@ def field_descriptors(cls: type) -> Mapping[str, Field]:
     return found
 
 
-@functools.cache
 def bounded_fields(cls: type) -> tuple[tuple[str, Field], ...]:
     """The fields of `cls` whose values must be numbers within bounds (every float must at least be finite)."""
+    return _bounded_fields(cast(Any, cls))
+
+
+@functools.cache
+def _bounded_fields(cls: Any) -> tuple[tuple[str, Field], ...]:
     types = field_types(cls)
     descriptors = field_descriptors(cls)
     bounded = []

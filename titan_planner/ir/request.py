@@ -42,7 +42,9 @@ class RopeScalingSpec:
     """Replaces the flavor's rotary scaling."""
 
     factor: Annotated[float | None, Field("How far low frequencies are stretched.", ge=1)] = None
-    low_freq_factor: Annotated[float | None, Field("Wavelengths above original / this are stretched fully.", gt=0)] = None
+    low_freq_factor: Annotated[float | None, Field("Wavelengths above original / this are stretched fully.", gt=0)] = (
+        None
+    )
     high_freq_factor: Annotated[float | None, Field("Wavelengths below original / this stay.", gt=0)] = None
     original_max_seq_len: Annotated[int | None, Field("Context length before stretching, in tokens.", ge=1)] = None
 
@@ -127,7 +129,9 @@ class ClusterSpec:
 
     def check(self) -> None:
         if self.node is None and self.gpu is None:
-            raise InvariantError("gpu", "`cluster` names no GPU", "write `gpu: h100-sxm-80gb`; `titan-plan hardware` lists them")
+            raise InvariantError(
+                "gpu", "`cluster` names no GPU", "write `gpu: h100-sxm-80gb`; `titan-plan hardware` lists them"
+            )
 
 
 @record
@@ -187,7 +191,8 @@ class LrSchedulerSpec:
     warmup_steps: Annotated[int, Field("Steps of linear warmup.", ge=0)] = 200
     total_steps: Annotated[int | None, Field("Length of the curve; training.steps when absent.", ge=1)] = None
     decay_ratio: Annotated[
-        float | None, Field("Part of the curve that decays, at its end; absent: decay starts right after warmup.", ge=0, le=1)
+        float | None,
+        Field("Part of the curve that decays, at its end; absent: decay starts right after warmup.", ge=0, le=1),
     ] = None
     decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Field("Shape of the decay.")] = "linear"
     min_lr_factor: Annotated[float, Field("Factor at the end.", ge=0, le=1)] = 0.0
@@ -206,7 +211,9 @@ class DataSpec:
 
     def check(self) -> None:
         if self.source != "huggingface" and self.path is None:
-            raise InvariantError("path", f"`data.source: {self.source}` needs `path`", "name a file or folder with the text")
+            raise InvariantError(
+                "path", f"`data.source: {self.source}` needs `path`", "name a file or folder with the text"
+            )
 
 
 @record
@@ -214,7 +221,9 @@ class ParallelismSpec:
     """Degrees and schedule, each `auto` or pinned; -1 is `the rest`, once."""
 
     data_parallel_replicate_degree: Annotated[Auto | int, Field("Replicas of the sharded model.", ge=-1)] = "auto"
-    data_parallel_shard_degree: Annotated[Auto | int, Field("Ranks that shard parameters; -1 is the rest.", ge=-1)] = "auto"
+    data_parallel_shard_degree: Annotated[Auto | int, Field("Ranks that shard parameters; -1 is the rest.", ge=-1)] = (
+        "auto"
+    )
     context_parallel_degree: Annotated[Auto | int, Field("Ranks that share a sequence.", ge=-1)] = "auto"
     tensor_parallel_degree: Annotated[Auto | int, Field("Ranks that share every matrix.", ge=-1)] = "auto"
     pipeline_parallel_degree: Annotated[Auto | int, Field("Pipeline ranks.", ge=-1)] = "auto"
@@ -225,7 +234,9 @@ class ParallelismSpec:
         Field("Free gathered parameters after forward; default: unless there is a pipeline.", ge=2),
     ] = "auto"
     data_parallel_strategy: Annotated[Auto | Literal["fsdp", "ddp"], Field("Shard or replicate parameters.")] = "auto"
-    defer_gradient_sync: Annotated[Auto | bool, Field("Reduce gradients only after the last accumulation step.")] = "auto"
+    defer_gradient_sync: Annotated[Auto | bool, Field("Reduce gradients only after the last accumulation step.")] = (
+        "auto"
+    )
     enable_sequence_parallel: Annotated[Auto | bool, Field("Shard norms and residual on the sequence.")] = "auto"
     disable_loss_parallel: Annotated[bool, Field("Gather logits before the loss.")] = False
     enable_async_tensor_parallel: Annotated[Auto | bool, Field("Overlap matmuls with their collectives.")] = "auto"
@@ -251,7 +262,9 @@ class ParallelismSpec:
     def check(self) -> None:
         rest = [name for name in DEGREE_FIELDS.values() if getattr(self, name) == -1]
         if len(rest) > 1:
-            raise InvariantError(rest[1], f"-1 stands for `the rest` and may be used once, but {_list(rest)} all have it")
+            raise InvariantError(
+                rest[1], f"-1 stands for `the rest` and may be used once, but {_list(rest)} all have it"
+            )
         for name in DEGREE_FIELDS.values():
             if getattr(self, name) == 0:
                 raise InvariantError(name, f"`{name}` is 0", "use 1 for none, a degree, -1 for the rest, or auto")
@@ -275,7 +288,8 @@ class ActivationCheckpointSpec:
         Auto | Literal["none", "full", "selective", "memory_budget"], Field("auto keeps as much as memory allows.")
     ] = "auto"
     selective_ac_option: Annotated[
-        Literal["op"] | int, Field("selective: `op` for per-op saving, or n for full recomputation of every n-th layer.", ge=1)
+        Literal["op"] | int,
+        Field("selective: `op` for per-op saving, or n for full recomputation of every n-th layer.", ge=1),
     ] = "op"
     per_op_sac_force_recompute_mm_shapes_by_fqns: Annotated[
         tuple[str, ...], Field("Linears whose matmul shape is always recomputed.")
@@ -293,7 +307,9 @@ class Float8Spec:
     recipe: Annotated[Auto | Float8Recipe | Literal["none"], Field("Scaling recipe.")] = "auto"
     filter_fqns: Annotated[
         tuple[str, ...],
-        Field("Linears that stay in high precision: parts of FQNs, or auto_filter_small_kn for those too small to gain."),
+        Field(
+            "Linears that stay in high precision: parts of FQNs, or auto_filter_small_kn for those too small to gain."
+        ),
     ] = ()
     enable_fsdp_float8_all_gather: Annotated[bool, Field("FSDP gathers in Float8 (tensorwise only).")] = False
     precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, Field("One step for all scales.")] = False
@@ -332,7 +348,9 @@ class CheckpointSpec:
     enable_first_step_checkpoint: Annotated[bool, Field("Save after step 1, to fail early.")] = False
     last_save_model_only: Annotated[bool, Field("The final save holds weights only; it cannot be resumed.")] = False
     last_save_in_hf: Annotated[bool, Field("Also write the final weights as Hugging Face safetensors.")] = False
-    export_dtype: Annotated[Literal["float32", "bfloat16", "float16"], Field("Dtype of a weights-only save.")] = "float32"
+    export_dtype: Annotated[Literal["float32", "bfloat16", "float16"], Field("Dtype of a weights-only save.")] = (
+        "float32"
+    )
     initial_load_path: Annotated[str | None, Field("Checkpoint to start from when the run has none.")] = None
     initial_load_model_only: Annotated[bool, Field("Take only the weights from it.")] = True
     load_step: Annotated[int, Field("Step to resume from; -1 is the latest.", ge=-1)] = -1
@@ -430,7 +448,9 @@ class Spec:
     optimizer: Annotated[OptimizerSpec, Field("The optimizer.")] = OptimizerSpec()
     lr_scheduler: Annotated[LrSchedulerSpec, Field("The learning-rate curve.")] = LrSchedulerSpec()
     data: Annotated[DataSpec, Field("The training text.")] = DataSpec()
-    parallelism: Annotated[Auto | ParallelismSpec, Field("Degrees and schedule; auto leaves all to the planner.")] = "auto"
+    parallelism: Annotated[Auto | ParallelismSpec, Field("Degrees and schedule; auto leaves all to the planner.")] = (
+        "auto"
+    )
     activation_checkpoint: Annotated[Auto | ActivationCheckpointSpec, Field("Recomputation.")] = "auto"
     float8: Annotated[
         Literal["auto", "none"] | Float8Spec, Field("8-bit linears; absent is none, because they change numerics.")
@@ -442,7 +462,9 @@ class Spec:
     profiling: Annotated[ProfilingSpec, Field("Traces.")] = ProfilingSpec()
     comm: Annotated[CommSpec, Field("Timeouts.")] = CommSpec()
     validation: Annotated[ValidationSpec, Field("Held-out loss.")] = ValidationSpec()
-    environment: Annotated[Mapping[str, str], Field("Environment variables of every rank.")] = field(default_factory=dict)
+    environment: Annotated[Mapping[str, str], Field("Environment variables of every rank.")] = field(
+        default_factory=dict
+    )
     objective: Annotated[Objective, Field("What the search optimises.")] = "max_throughput"
     limits: Annotated[LimitsSpec, Field("What the planner must respect.")] = LimitsSpec()
 
@@ -456,7 +478,9 @@ class Spec:
             global_batch_size=self.training.global_batch_size,
             parallelism=ParallelismSpec() if isinstance(self.parallelism, str) else self.parallelism,
             activation_checkpoint=(
-                ActivationCheckpointSpec() if isinstance(self.activation_checkpoint, str) else self.activation_checkpoint
+                ActivationCheckpointSpec()
+                if isinstance(self.activation_checkpoint, str)
+                else self.activation_checkpoint
             ),
             float8=float8,
             compile=CompileSpec() if isinstance(self.compile, str) else self.compile,

@@ -75,25 +75,42 @@ def _layers(plan: Plan) -> Iterator[Violation]:
     extra = [fqn for fqn in given if fqn not in wanted]
     twice = [fqn for fqn, count in Counter(given).items() if count > 1]
     if missing or extra or twice:
-        parts = [f"{word} `{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-                 for word, names in (("lacks", missing), ("has the unknown", extra), ("repeats", twice)) if names]  # fmt: skip
-        yield Violation("layers", f"`layers` {', '.join(parts)}; the model has {len(wanted)} top-level modules",
-                        "keep one entry each for " + f"{wanted[0]}, layers.0 to {wanted[-3]}, norm and output")  # fmt: skip
+        parts = [
+            f"{word} `{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for word, names in (("lacks", missing), ("has the unknown", extra), ("repeats", twice))
+            if names
+        ]
+        yield Violation(
+            "layers",
+            f"`layers` {', '.join(parts)}; the model has {len(wanted)} top-level modules",
+            "keep one entry each for " + f"{wanted[0]}, layers.0 to {wanted[-3]}, norm and output",
+        )
     else:
         yield Violation("layers", "`layers` names every module but not in the model's order", f"start with {wanted[0]}")
 
 
-@_rule("plan-stages", "Stages are numbered from 0 without gaps, and pipeline ranks 0 to pp-1 hold equally many.", structural=True)
+@_rule(
+    "plan-stages",
+    "Stages are numbered from 0 without gaps, and pipeline ranks 0 to pp-1 hold equally many.",
+    structural=True,
+)
 def _stages(plan: Plan) -> Iterator[Violation]:
     stages, pp = plan.pipeline.stages, plan.mesh.pp
     if [stage.index for stage in stages] != list(range(len(stages))):
-        yield Violation("pipeline.stages", f"the stage indices are {[s.index for s in stages][:12]}, not 0 to {len(stages) - 1}",
-                        "number the stages from 0 in order")  # fmt: skip
+        yield Violation(
+            "pipeline.stages",
+            f"the stage indices are {[s.index for s in stages][:12]}, not 0 to {len(stages) - 1}",
+            "number the stages from 0 in order",
+        )
         return
     held = Counter(stage.pp_rank for stage in stages)
     if set(held) != set(range(pp)) or len(set(held.values())) != 1:
-        yield Violation("pipeline.stages", f"{len(stages)} stages lie on the pipeline ranks {dict(sorted(held.items()))}, but "
-                        f"`mesh.pp` = {pp} ranks must hold equally many each", "give every pipeline rank the same number")  # fmt: skip
+        yield Violation(
+            "pipeline.stages",
+            f"{len(stages)} stages lie on the pipeline ranks {dict(sorted(held.items()))}, but "
+            f"`mesh.pp` = {pp} ranks must hold equally many each",
+            "give every pipeline rank the same number",
+        )
 
 
 @_rule("plan-stage-order", "Stages hold contiguous modules in order, and none is empty.", structural=True)
@@ -102,12 +119,19 @@ def _stage_order(plan: Plan) -> Iterator[Violation]:
     previous = 0
     for layer in plan.layers:
         if layer.stage >= count:
-            yield Violation("layers", f"`{layer.fqn}` is on stage {layer.stage}, but there are {count} stages (0 to {count - 1})",
-                            f"use a stage from {previous} to {count - 1}")  # fmt: skip
+            yield Violation(
+                "layers",
+                f"`{layer.fqn}` is on stage {layer.stage}, but there are {count} stages (0 to {count - 1})",
+                f"use a stage from {previous} to {count - 1}",
+            )
             return
         if layer.stage < previous:
-            yield Violation("layers", f"`{layer.fqn}` is on stage {layer.stage}, after a module of stage {previous}: stages must "
-                            "hold contiguous modules in order", f"use stage {previous} or later")  # fmt: skip
+            yield Violation(
+                "layers",
+                f"`{layer.fqn}` is on stage {layer.stage}, after a module of stage {previous}: stages must "
+                "hold contiguous modules in order",
+                f"use stage {previous} or later",
+            )
             return
         previous = layer.stage
     empty = sorted(set(range(count)) - {layer.stage for layer in plan.layers})
@@ -115,16 +139,23 @@ def _stage_order(plan: Plan) -> Iterator[Violation]:
         yield Violation("layers", f"stage {empty[0]} holds no module", "give every stage at least one module")
 
 
-@_rule("plan-policies", "Layers refer to activation-checkpointing policies that exist; names are unique.", structural=True)
+@_rule(
+    "plan-policies", "Layers refer to activation-checkpointing policies that exist; names are unique.", structural=True
+)
 def _policies(plan: Plan) -> Iterator[Violation]:
     names = [policy.name for policy in plan.activation_checkpoint.policies]
     for name, count in Counter(names).items():
         if count > 1:
-            yield Violation("activation_checkpoint.policies", f"the policy `{name}` is defined {count} times", "rename one of them")
+            yield Violation(
+                "activation_checkpoint.policies", f"the policy `{name}` is defined {count} times", "rename one of them"
+            )
     for layer in plan.layers:
         if layer.checkpoint not in names:
-            yield Violation("layers", f"`{layer.fqn}` uses the checkpointing policy `{layer.checkpoint}`, which is not defined",
-                            "use one of " + ", ".join(f"`{name}`" for name in names))  # fmt: skip
+            yield Violation(
+                "layers",
+                f"`{layer.fqn}` uses the checkpointing policy `{layer.checkpoint}`, which is not defined",
+                "use one of " + ", ".join(f"`{name}`" for name in names),
+            )
             return
 
 
@@ -134,8 +165,11 @@ def _world(plan: Plan) -> Iterator[Violation]:
     if mesh.world_size != gpus:
         degrees = " x ".join(f"{axis} {mesh.degree(axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
         others = mesh.world_size // mesh.dp_shard
-        hint = (f"with the other degrees, dp_shard = {gpus // others} makes {gpus}" if gpus % others == 0
-                else f"the degrees other than dp_shard make {others}, which must divide {gpus}")  # fmt: skip
+        hint = (
+            f"with the other degrees, dp_shard = {gpus // others} makes {gpus}"
+            if gpus % others == 0
+            else f"the degrees other than dp_shard make {others}, which must divide {gpus}"
+        )
         yield Violation("mesh", f"{degrees} = {mesh.world_size} ranks, but the cluster has {gpus} GPUs", hint)
 
 
@@ -150,10 +184,12 @@ def _batch(plan: Plan) -> Iterator[Violation]:
         step = batch.local_batch_size * dp
         lower = batch.global_batch_size // step * step
         near = [str(n) for n in (lower, lower + step) if n > 0]
-        yield Violation("batch.global_batch_size",
-                        f"the global batch {batch.global_batch_size} is not local batch {batch.local_batch_size} x {dp} "
-                        f"data-parallel ranks x {batch.accumulation_steps} accumulation steps = {product}",
-                        f"use a multiple of {step}, e.g. {' or '.join(near)}")  # fmt: skip
+        yield Violation(
+            "batch.global_batch_size",
+            f"the global batch {batch.global_batch_size} is not local batch {batch.local_batch_size} x {dp} "
+            f"data-parallel ranks x {batch.accumulation_steps} accumulation steps = {product}",
+            f"use a multiple of {step}, e.g. {' or '.join(near)}",
+        )
 
 
 @_rule("batch-micro", "Pipeline microbatches x microbatch_size = local_batch_size.")
@@ -161,19 +197,28 @@ def _microbatch(plan: Plan) -> Iterator[Violation]:
     batch, count = plan.batch, plan.pipeline.microbatches
     if batch.microbatch_size * count != batch.local_batch_size:
         legal = _legal(divisors(batch.local_batch_size))
-        yield Violation("batch.microbatch_size", f"microbatch size {batch.microbatch_size} x {count} microbatches is not the local "
-                        f"batch {batch.local_batch_size}", f"use a microbatch size that divides it: {legal}")  # fmt: skip
+        yield Violation(
+            "batch.microbatch_size",
+            f"microbatch size {batch.microbatch_size} x {count} microbatches is not the local "
+            f"batch {batch.local_batch_size}",
+            f"use a microbatch size that divides it: {legal}",
+        )
     if plan.mesh.pp == 1 and count != 1:
-        yield Violation("pipeline.microbatches", f"{count} pipeline microbatches without a pipeline (pp = 1)",
-                        "use accumulation steps instead, and 1 microbatch")  # fmt: skip
+        yield Violation(
+            "pipeline.microbatches",
+            f"{count} pipeline microbatches without a pipeline (pp = 1)",
+            "use accumulation steps instead, and 1 microbatch",
+        )
 
 
 @_rule("seq-max", "Sequences are no longer than the model's position embedding covers.")
 def _seq_max(plan: Plan) -> Iterator[Violation]:
     if plan.batch.seq_len > plan.model.max_seq_len:
-        yield Violation("batch.seq_len", f"sequences of {plan.batch.seq_len} tokens are longer than the model's maximum of "
-                        f"{plan.model.max_seq_len}", f"use at most {plan.model.max_seq_len}, or override model max_seq_len "
-                        "(and its rope scaling)")  # fmt: skip
+        yield Violation(
+            "batch.seq_len",
+            f"sequences of {plan.batch.seq_len} tokens are longer than the model's maximum of {plan.model.max_seq_len}",
+            f"use at most {plan.model.max_seq_len}, or override model max_seq_len (and its rope scaling)",
+        )
 
 
 # ------------------------------------------------------------------ tensor, context and expert parallelism
@@ -190,14 +235,20 @@ def _tp_heads(plan: Plan) -> Iterator[Violation]:
                     continue
                 seen.add((heads, kv_heads))
                 if heads % tp:
-                    yield Violation("mesh.tp", f"tp = {tp} does not divide the {heads} query heads",
-                                    f"use one of {_legal(tuple(d for d in divisors(heads) if d <= tp))}")  # fmt: skip
+                    yield Violation(
+                        "mesh.tp",
+                        f"tp = {tp} does not divide the {heads} query heads",
+                        f"use one of {_legal(tuple(d for d in divisors(heads) if d <= tp))}",
+                    )
                 if tp % replicas or kv_heads % (tp // replicas):
                     legal = tuple(d for d in divisors(kv_heads) if heads % d == 0)
-                    yield Violation("mesh.tp", f"tp = {tp} does not divide the {kv_heads} KV heads"
-                                    + (f" held {replicas} times each" if replicas > 1 else ""),
-                                    f"use one of {_legal(legal)}, or a multiple of {kv_heads} that divides {heads} with KV heads "
-                                    "replicated")  # fmt: skip
+                    yield Violation(
+                        "mesh.tp",
+                        f"tp = {tp} does not divide the {kv_heads} KV heads"
+                        + (f" held {replicas} times each" if replicas > 1 else ""),
+                        f"use one of {_legal(legal)}, or a multiple of {kv_heads} that divides {heads} with KV heads "
+                        "replicated",
+                    )
 
 
 @_rule("tp-dims", "tp divides the feed-forward width and the vocabulary.")
@@ -206,13 +257,19 @@ def _tp_dims(plan: Plan) -> Iterator[Violation]:
     for run in plan.model.blocks:
         match run.block.feed_forward:
             case SwiGlu(hidden_dim=hidden) if hidden % tp:
-                yield Violation("mesh.tp", f"tp = {tp} does not divide the feed-forward width {hidden}",
-                                f"use one of {_legal(tuple(d for d in divisors(hidden) if d <= tp))}")  # fmt: skip
+                yield Violation(
+                    "mesh.tp",
+                    f"tp = {tp} does not divide the feed-forward width {hidden}",
+                    f"use one of {_legal(tuple(d for d in divisors(hidden) if d <= tp))}",
+                )
                 break
     if plan.model.vocab_size % tp:
-        yield Violation("mesh.tp", f"tp = {tp} does not divide the vocabulary of {plan.model.vocab_size}",
-                        f"use one of {_legal(tuple(d for d in divisors(plan.model.vocab_size) if d <= tp))}, or pad the vocabulary to "
-                        f"{-(-plan.model.vocab_size // tp) * tp}")  # fmt: skip
+        yield Violation(
+            "mesh.tp",
+            f"tp = {tp} does not divide the vocabulary of {plan.model.vocab_size}",
+            f"use one of {_legal(tuple(d for d in divisors(plan.model.vocab_size) if d <= tp))}, or pad the vocabulary to "
+            f"{-(-plan.model.vocab_size // tp) * tp}",
+        )
 
 
 @_rule("seq-split", "seq_len divides evenly over cp (twice, when head-tail balanced) and tp (with sequence parallel).")
@@ -221,11 +278,19 @@ def _seq_split(plan: Plan) -> Iterator[Violation]:
     over_cp = mesh.cp * (2 if mesh.cp > 1 and plan.context_parallel.load_balance == "headtail" else 1)
     parts = over_cp * (mesh.tp if plan.tensor_parallel.sequence_parallel else 1)
     if seq_len % parts:
-        why = " x ".join(text for text, on in ((f"2 x cp {mesh.cp}" if over_cp > mesh.cp else f"cp {mesh.cp}", mesh.cp > 1),
-                                               (f"tp {mesh.tp}", parts > over_cp)) if on)  # fmt: skip
+        why = " x ".join(
+            text
+            for text, on in (
+                (f"2 x cp {mesh.cp}" if over_cp > mesh.cp else f"cp {mesh.cp}", mesh.cp > 1),
+                (f"tp {mesh.tp}", parts > over_cp),
+            )
+            if on
+        )
         lower = seq_len // parts * parts
         near = " or ".join(str(n) for n in (lower, lower + parts) if n > 0)
-        yield Violation("batch.seq_len", f"the sequence length {seq_len} is not a multiple of {why} = {parts}", f"use {near}")
+        yield Violation(
+            "batch.seq_len", f"the sequence length {seq_len} is not a multiple of {why} = {parts}", f"use {near}"
+        )
 
 
 @_rule("tp-options", "Sequence parallel, loss parallel, async TP and KV replication go with tp > 1.")
@@ -236,14 +301,22 @@ def _tp_options(plan: Plan) -> Iterator[Violation]:
             if getattr(tensor, name):
                 yield Violation(f"tensor_parallel.{name}", f"`{name}` is on, but tp is 1", "turn it off, or use tp > 1")
     if tensor.async_tp and not (plan.compile.enable and "model" in plan.compile.components):
-        yield Violation("tensor_parallel.async_tp", "async tensor parallelism needs the model compiled",
-                        "turn compile on with the component `model`, or turn async tensor parallelism off")  # fmt: skip
+        yield Violation(
+            "tensor_parallel.async_tp",
+            "async tensor parallelism needs the model compiled",
+            "turn compile on with the component `model`, or turn async tensor parallelism off",
+        )
     if tensor.async_tp and plan.cluster.gpu.device != "cuda":
-        yield Violation("tensor_parallel.async_tp", f"async tensor parallelism needs CUDA, but the cluster's device is "
-                        f"{plan.cluster.gpu.device}", "turn it off")  # fmt: skip
+        yield Violation(
+            "tensor_parallel.async_tp",
+            f"async tensor parallelism needs CUDA, but the cluster's device is {plan.cluster.gpu.device}",
+            "turn it off",
+        )
 
 
-@_rule("sharding-rows", "Sharding rows name existing modules, once per axis, on axes larger than 1, and dims that exist.")
+@_rule(
+    "sharding-rows", "Sharding rows name existing modules, once per axis, on axes larger than 1, and dims that exist."
+)
 def _sharding(plan: Plan) -> Iterator[Violation]:
     names = module_names(plan.model)
     ranks = {parameter.module: len(parameter.shape) for parameter in parameters(plan.model)}
@@ -255,19 +328,27 @@ def _sharding(plan: Plan) -> Iterator[Violation]:
             yield Violation(at, f"the selector `{row.module}` matches no module of the model", "remove the row")
             continue
         if plan.mesh.degree(row.axis) == 1:
-            yield Violation(at, f"`{row.module}` is placed on the axis `{row.axis}`, whose degree is 1", "remove the row")
+            yield Violation(
+                at, f"`{row.module}` is placed on the axis `{row.axis}`, whose degree is 1", "remove the row"
+            )
         for module in found:
             if (module, row.axis) in claimed:
-                yield Violation(at, f"`{module}` is placed twice on `{row.axis}`, by `{claimed[module, row.axis]}` and "
-                                f"`{row.module}`", "keep one of the rows")  # fmt: skip
+                yield Violation(
+                    at,
+                    f"`{module}` is placed twice on `{row.axis}`, by `{claimed[module, row.axis]}` and `{row.module}`",
+                    "keep one of the rows",
+                )
                 break
             claimed[module, row.axis] = row.module
             if row.weight is not None and row.weight.startswith("S(") and int(row.weight[2:-1]) >= ranks.get(module, 0):
                 yield Violation(at, f"`{module}` has no weight dim {row.weight[2:-1]} to shard", "use S(0), S(1) or R")
                 break
     if plan.mesh.tp > 1 and not any(row.axis == "tp" for row in plan.sharding):
-        yield Violation("sharding", f"tp = {plan.mesh.tp}, but no module is placed on the axis `tp`",
-                        "compile the plan anew, or set mesh.tp to 1")  # fmt: skip
+        yield Violation(
+            "sharding",
+            f"tp = {plan.mesh.tp}, but no module is placed on the axis `tp`",
+            "compile the plan anew, or set mesh.tp to 1",
+        )
 
 
 @_rule("cp-heads", "The all-to-all method needs cp x tp to divide the (replicated) KV heads.")
@@ -280,8 +361,12 @@ def _cp_heads(plan: Plan) -> Iterator[Violation]:
             case Gqa(num_kv_heads=kv_heads):
                 held = kv_heads * plan.tensor_parallel.kv_replicas
                 if held % (mesh.cp * mesh.tp):
-                    yield Violation("context_parallel.method", f"all-to-all context parallelism splits {held} KV heads over cp {mesh.cp} x "
-                                    f"tp {mesh.tp} = {mesh.cp * mesh.tp}", "use the method allgather or ring")  # fmt: skip
+                    yield Violation(
+                        "context_parallel.method",
+                        f"all-to-all context parallelism splits {held} KV heads over cp {mesh.cp} x "
+                        f"tp {mesh.tp} = {mesh.cp * mesh.tp}",
+                        "use the method allgather or ring",
+                    )
                     return
 
 
@@ -292,8 +377,11 @@ def _experts(plan: Plan) -> Iterator[Violation]:
     if mesh.etp not in (1, mesh.tp):
         yield Violation("mesh.etp", f"etp = {mesh.etp} is neither 1 nor tp = {mesh.tp}", f"use 1 or {mesh.tp}")
     if region % (mesh.ep * mesh.etp):
-        yield Violation("mesh.ep", f"ep {mesh.ep} x etp {mesh.etp} does not divide dp_shard x cp x tp = {region}",
-                        f"use an ep of {_legal(divisors(region))}")  # fmt: skip
+        yield Violation(
+            "mesh.ep",
+            f"ep {mesh.ep} x etp {mesh.etp} does not divide dp_shard x cp x tp = {region}",
+            f"use an ep of {_legal(divisors(region))}",
+        )
     if mesh.ep > 1:  # no layer kind of this version has experts
         yield Violation("mesh.ep", f"ep = {mesh.ep}, but the model has no experts", "use ep = 1")
 
@@ -301,33 +389,50 @@ def _experts(plan: Plan) -> Iterator[Violation]:
 # ------------------------------------------------------------------ pipeline
 
 
-@_rule("pp-schedule", "The schedule suits the number of stages: one a rank for GPipe and 1F1B, two for ZBV and DualPipeV.")
+@_rule(
+    "pp-schedule", "The schedule suits the number of stages: one a rank for GPipe and 1F1B, two for ZBV and DualPipeV."
+)
 def _schedule(plan: Plan) -> Iterator[Violation]:
     pipe, pp = plan.pipeline, plan.mesh.pp
     if pp == 1:
         if pipe.schedule is not None or len(pipe.stages) != 1:
-            yield Violation("pipeline.schedule", f"the schedule is {pipe.schedule} over {len(pipe.stages)} stages, but pp is 1",
-                            "use no schedule and one stage, or pp > 1")  # fmt: skip
+            yield Violation(
+                "pipeline.schedule",
+                f"the schedule is {pipe.schedule} over {len(pipe.stages)} stages, but pp is 1",
+                "use no schedule and one stage, or pp > 1",
+            )
         return
     if pipe.schedule is None:
         if pipe.actions is None:
-            yield Violation("pipeline.schedule", f"pp = {pp}, but there is neither a schedule nor a table of actions", "use 1F1B")
+            yield Violation(
+                "pipeline.schedule", f"pp = {pp}, but there is neither a schedule nor a table of actions", "use 1F1B"
+            )
         return
     each = len(pipe.stages) // pp
     if pipe.schedule in V_SCHEDULES:
         if each != 2:
-            yield Violation("pipeline.stages", f"{pipe.schedule} needs exactly 2 stages a rank, but there are {each}",
-                            f"use {2 * pp} stages")  # fmt: skip
+            yield Violation(
+                "pipeline.stages",
+                f"{pipe.schedule} needs exactly 2 stages a rank, but there are {each}",
+                f"use {2 * pp} stages",
+            )
         elif any(stage.pp_rank != min(stage.index, 2 * pp - 1 - stage.index) for stage in pipe.stages):
-            yield Violation("pipeline.stages", f"{pipe.schedule} places stage s on rank min(s, {2 * pp - 1} - s)", "place them so")
+            yield Violation(
+                "pipeline.stages", f"{pipe.schedule} places stage s on rank min(s, {2 * pp - 1} - s)", "place them so"
+            )
         return
     if any(stage.pp_rank != stage.index % pp for stage in pipe.stages):
         yield Violation("pipeline.stages", f"{pipe.schedule} places stage s on rank s modulo {pp}", "place them so")
     if pipe.schedule not in MULTI_STAGE_SCHEDULES and each != 1:
-        yield Violation("pipeline.stages", f"{pipe.schedule} needs exactly 1 stage a rank, but there are {each}", f"use {pp} stages")
+        yield Violation(
+            "pipeline.stages", f"{pipe.schedule} needs exactly 1 stage a rank, but there are {each}", f"use {pp} stages"
+        )
     if pipe.schedule in ("Interleaved1F1B", "LoopedBFS") and each < 2:
-        yield Violation("pipeline.stages", f"{pipe.schedule} needs at least 2 stages a rank, but there is {each}",
-                        f"use {2 * pp} stages, or 1F1B")  # fmt: skip
+        yield Violation(
+            "pipeline.stages",
+            f"{pipe.schedule} needs at least 2 stages a rank, but there is {each}",
+            f"use {2 * pp} stages, or 1F1B",
+        )
 
 
 @_rule("pp-microbatches", "There are enough microbatches for the schedule, in rounds it can run.")
@@ -337,13 +442,19 @@ def _microbatches(plan: Plan) -> Iterator[Violation]:
     if pp == 1 or pipe.schedule is None:
         return
     if pipe.schedule in ("1F1B", "DualPipeV") and count < stages:
-        yield Violation("pipeline.microbatches", f"{pipe.schedule} needs at least as many microbatches as the {stages} stages, but has "
-                        f"{count}", f"use a local batch of at least {stages * plan.batch.microbatch_size}, or GPipe")  # fmt: skip
+        yield Violation(
+            "pipeline.microbatches",
+            f"{pipe.schedule} needs at least as many microbatches as the {stages} stages, but has {count}",
+            f"use a local batch of at least {stages * plan.batch.microbatch_size}, or GPipe",
+        )
     if pipe.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % max(1, count // pp):
         legal = [m for m in range(max(1, count - 2 * pp), count + 2 * pp) if m % max(1, m // pp) == 0]
         near = sorted(legal, key=lambda m: (abs(m - count), m))[:2]
-        yield Violation("pipeline.microbatches", f"{pipe.schedule} runs {max(1, count // pp)} rounds over pp {pp}, which do not divide "
-                        f"{count} microbatches", "use " + " or ".join(str(m) for m in sorted(near)) + " microbatches")  # fmt: skip
+        yield Violation(
+            "pipeline.microbatches",
+            f"{pipe.schedule} runs {max(1, count // pp)} rounds over pp {pp}, which do not divide {count} microbatches",
+            "use " + " or ".join(str(m) for m in sorted(near)) + " microbatches",
+        )
 
 
 @_rule("pp-split-backward-reshard", "Zero-bubble and V schedules keep FSDP parameters gathered until backward.")
@@ -353,8 +464,11 @@ def _split_backward(plan: Plan) -> Iterator[Violation]:
         return
     for index, unit in enumerate(plan.fsdp.units):
         if unit.reshard_after_forward is not False:
-            yield Violation(f"fsdp.units[{index}].reshard_after_forward", f"{plan.pipeline.schedule} with FSDP units that reshard "
-                            "after forward trains wrong without an error", "set reshard_after_forward to false (never)")  # fmt: skip
+            yield Violation(
+                f"fsdp.units[{index}].reshard_after_forward",
+                f"{plan.pipeline.schedule} with FSDP units that reshard after forward trains wrong without an error",
+                "set reshard_after_forward to false (never)",
+            )
             return
 
 
@@ -366,8 +480,11 @@ def _units(plan: Plan) -> Iterator[Violation]:
     names = module_names(plan.model)
     if plan.fsdp.strategy == "ddp":
         if plan.mesh.dp_shard * plan.mesh.cp != 1:
-            yield Violation("fsdp.strategy", f"DDP replicates parameters, but dp_shard x cp is {plan.mesh.fsdp}",
-                            "use the strategy fsdp, or move the ranks to dp_replicate")  # fmt: skip
+            yield Violation(
+                "fsdp.strategy",
+                f"DDP replicates parameters, but dp_shard x cp is {plan.mesh.fsdp}",
+                "use the strategy fsdp, or move the ranks to dp_replicate",
+            )
         if plan.fsdp.units:
             yield Violation("fsdp.units", "DDP has no units", "empty the list, or use the strategy fsdp")
         return
@@ -376,17 +493,25 @@ def _units(plan: Plan) -> Iterator[Violation]:
         for selector in unit.modules:
             found = select(selector, names)
             if not found:
-                yield Violation(f"fsdp.units[{index}]", f"the selector `{selector}` matches no module of the model", "remove it")
+                yield Violation(
+                    f"fsdp.units[{index}]", f"the selector `{selector}` matches no module of the model", "remove it"
+                )
             for module in found:
                 if module in claimed:
-                    yield Violation(f"fsdp.units[{index}]", f"`{module}` is in the FSDP units {claimed[module]} and {index}",
-                                    "keep it in one")  # fmt: skip
+                    yield Violation(
+                        f"fsdp.units[{index}]",
+                        f"`{module}` is in the FSDP units {claimed[module]} and {index}",
+                        "keep it in one",
+                    )
                     break
                 claimed[module] = index
         reshard = unit.reshard_after_forward
         if not isinstance(reshard, bool) and plan.mesh.fsdp % reshard:
-            yield Violation(f"fsdp.units[{index}].reshard_after_forward", f"resharding to {reshard} ranks does not divide the "
-                            f"{plan.mesh.fsdp} ranks that shard", f"use one of {_legal(divisors(plan.mesh.fsdp))}")  # fmt: skip
+            yield Violation(
+                f"fsdp.units[{index}].reshard_after_forward",
+                f"resharding to {reshard} ranks does not divide the {plan.mesh.fsdp} ranks that shard",
+                f"use one of {_legal(divisors(plan.mesh.fsdp))}",
+            )
 
 
 # ------------------------------------------------------------------ execution
@@ -399,12 +524,18 @@ def _checkpointing(plan: Plan) -> Iterator[Violation]:
         if policy is None or policy.mode == "none":
             continue
         if not layer.fqn.startswith("layers."):
-            yield Violation("layers", f"`{layer.fqn}` has the checkpointing policy `{policy.name}`, but only blocks can be checkpointed",
-                            "use `none`")  # fmt: skip
+            yield Violation(
+                "layers",
+                f"`{layer.fqn}` has the checkpointing policy `{policy.name}`, but only blocks can be checkpointed",
+                "use `none`",
+            )
             return
         if policy.mode == "memory_budget" and not (plan.compile.enable and "model" in plan.compile.components):
-            yield Violation("activation_checkpoint.policies", "the checkpointing mode memory_budget needs the model compiled",
-                            "turn compile on with the component `model`, or use the mode selective")  # fmt: skip
+            yield Violation(
+                "activation_checkpoint.policies",
+                "the checkpointing mode memory_budget needs the model compiled",
+                "turn compile on with the component `model`, or use the mode selective",
+            )
             return
 
 
@@ -413,18 +544,31 @@ def _float8_hardware(plan: Plan) -> Iterator[Violation]:
     gpu, float8 = plan.cluster.gpu, plan.float8
     if float8.recipe == "mxfp8":
         if not gpu.mxfp8:
-            yield Violation("float8.recipe", f"{gpu.name} has no MXFP8", "use tensorwise" if gpu.float8 else "use no Float8")
+            yield Violation(
+                "float8.recipe", f"{gpu.name} has no MXFP8", "use tensorwise" if gpu.float8 else "use no Float8"
+            )
     elif float8.recipe is not None and not (gpu.float8 or float8.emulate):
-        yield Violation("float8.recipe", f"{gpu.name} has no Float8", "use no Float8, or `emulate: true` to try the numerics")
+        yield Violation(
+            "float8.recipe", f"{gpu.name} has no Float8", "use no Float8, or `emulate: true` to try the numerics"
+        )
     if float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
-        yield Violation("float8.enable_fsdp_float8_all_gather", f"the Float8 all-gather works with the recipe tensorwise only, not "
-                        f"{float8.recipe}", "use tensorwise, or turn the all-gather off")  # fmt: skip
+        yield Violation(
+            "float8.enable_fsdp_float8_all_gather",
+            f"the Float8 all-gather works with the recipe tensorwise only, not {float8.recipe}",
+            "use tensorwise, or turn the all-gather off",
+        )
     if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        yield Violation("float8.precompute_float8_dynamic_scale_for_fsdp", "precomputed scales go with the Float8 all-gather only",
-                        "turn the all-gather on, or the precomputation off")  # fmt: skip
+        yield Violation(
+            "float8.precompute_float8_dynamic_scale_for_fsdp",
+            "precomputed scales go with the Float8 all-gather only",
+            "turn the all-gather on, or the precomputation off",
+        )
 
 
-@_rule("float8-linears", "Float8 lists name existing linears, each either converted or skipped, with dims that are multiples of 16.")
+@_rule(
+    "float8-linears",
+    "Float8 lists name existing linears, each either converted or skipped, with dims that are multiples of 16.",
+)
 def _float8_linears(plan: Plan) -> Iterator[Violation]:
     if plan.float8.recipe is None:
         return
@@ -433,29 +577,43 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
     for index, selector in enumerate(plan.float8.converted):
         found = select(selector, linears)
         if not found:
-            yield Violation(f"float8.converted[{index}]", f"the selector `{selector}` matches no linear of the model", "remove it")
+            yield Violation(
+                f"float8.converted[{index}]", f"the selector `{selector}` matches no linear of the model", "remove it"
+            )
         converted.update(found)
         for module in found:
             out_features, in_features = linears[module]
             if out_features % 16 or in_features % 16:
-                yield Violation(f"float8.converted[{index}]", f"`{module}` is {out_features} x {in_features}, but Float8 needs multiples "
-                                "of 16", f"move `{selector}` to skipped")  # fmt: skip
+                yield Violation(
+                    f"float8.converted[{index}]",
+                    f"`{module}` is {out_features} x {in_features}, but Float8 needs multiples of 16",
+                    f"move `{selector}` to skipped",
+                )
                 break
     for index, skipped in enumerate(plan.float8.skipped):
         found = select(skipped.module, linears)
         if not found:
-            yield Violation(f"float8.skipped[{index}]", f"the selector `{skipped.module}` matches no linear of the model", "remove it")
+            yield Violation(
+                f"float8.skipped[{index}]",
+                f"the selector `{skipped.module}` matches no linear of the model",
+                "remove it",
+            )
         both = [module for module in found if module in converted]
         if both:
-            yield Violation(f"float8.skipped[{index}]", f"`{both[0]}` is both converted and skipped", "keep it in one list")
+            yield Violation(
+                f"float8.skipped[{index}]", f"`{both[0]}` is both converted and skipped", "keep it in one list"
+            )
 
 
 @_rule("loss-chunks", "The loss's chunks divide the local sequence.")
 def _chunks(plan: Plan) -> Iterator[Violation]:
     local = plan.batch.seq_len // plan.mesh.cp
     if local % plan.loss.chunks:
-        yield Violation("loss.chunks", f"{plan.loss.chunks} chunks do not divide the local sequence of {local} tokens",
-                        f"use one of {_legal(divisors(local))}")  # fmt: skip
+        yield Violation(
+            "loss.chunks",
+            f"{plan.loss.chunks} chunks do not divide the local sequence of {local} tokens",
+            f"use one of {_legal(divisors(local))}",
+        )
 
 
 @_rule("optimizer-groups", "Optimizer patterns are regular expressions that match at least one parameter.")
@@ -471,7 +629,9 @@ def _groups(plan: Plan) -> Iterator[Violation]:
             yield Violation(at, f"`{group.pattern}` is not a regular expression: {error}", "escape special characters")
             continue
         if not any(pattern.search(name) for name in names):
-            yield Violation(at, f"`{group.pattern}` matches no parameter", "names look like `layers.0.attention_norm.weight`")
+            yield Violation(
+                at, f"`{group.pattern}` matches no parameter", "names look like `layers.0.attention_norm.weight`"
+            )
 
 
 # ------------------------------------------------------------------ the job
@@ -501,8 +661,11 @@ def _paths(plan: Plan) -> Iterator[Violation]:
         ("data.tokenizer", plan.data.tokenizer),
     ):
         if value is not None and (value.startswith(("/", "~", "\\")) or re.match(r"[A-Za-z]:[\\/]", value)):
-            yield Violation(address, f"`{value}` is an absolute path, which a plan never holds",
-                            "use a path relative to where the run starts, or override it there (--dump-folder, --data-path)")  # fmt: skip
+            yield Violation(
+                address,
+                f"`{value}` is an absolute path, which a plan never holds",
+                "use a path relative to where the run starts, or override it there (--dump-folder, --data-path)",
+            )
         if value is not None and ("\0" in value or not value.strip()):
             yield Violation(address, f"{value!r} is not a path", "name a file or folder")
 
@@ -510,14 +673,18 @@ def _paths(plan: Plan) -> Iterator[Violation]:
 @_rule("job-validation", "Validation names a held-out text.")
 def _validation(plan: Plan) -> Iterator[Violation]:
     if plan.job.validation.enable and plan.job.validation.path is None:
-        yield Violation("job.validation.path", "validation is on, but names no text", "set validation.path, or turn it off")
+        yield Violation(
+            "job.validation.path", "validation is on, but names no text", "set validation.path, or turn it off"
+        )
 
 
 @_rule("job-environment", "Environment variables have names that a shell accepts.")
 def _environment(plan: Plan) -> Iterator[Violation]:
     for name, value in plan.job.environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
-            yield Violation("job.environment", f"`{name}` is not the name of an environment variable", "use letters, digits and _")
+            yield Violation(
+                "job.environment", f"`{name}` is not the name of an environment variable", "use letters, digits and _"
+            )
 
 
 def rule(rule_id: str) -> Rule | None:

@@ -49,7 +49,11 @@ def _record(cls: type, definitions: dict[str, Any], strict: bool) -> dict[str, A
         else:
             required.append(field.name)
         properties[field.name] = entry
-    result: dict[str, Any] = {"type": "object", "description": inspect.cleandoc(cls.__doc__ or ""), "properties": properties}
+    result: dict[str, Any] = {
+        "type": "object",
+        "description": inspect.cleandoc(cls.__doc__ or ""),
+        "properties": properties,
+    }
     if required:
         result["required"] = required
     if strict:

@@ -73,7 +73,7 @@ def _unknown(data: Any, schema: dict[str, Any], root: dict[str, Any], path: Path
     if "anyOf" in schema:
         for branch in schema["anyOf"]:
             target = _resolve(branch, root)
-            if target.get("type") == {dict: "object", list: "array"}.get(type(data)):
+            if target.get("type") == ("object" if isinstance(data, dict) else "array"):
                 yield from _unknown(data, target, root, path)
                 return
         return
@@ -98,36 +98,39 @@ def _resolve(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: ValidationError) -> Iterator[Difference]:
     path: PathTuple = tuple(error.absolute_path)
     name = f"`{dotted(path)}`" if path else "the document"
-    value = error.instance
+    value: Any = error.instance
+    wanted: Any = error.validator_value
+    known: Any = error.schema.get("properties", {}) if isinstance(error.schema, dict) else {}
     match error.validator:
         case "additionalProperties":
             for key in value:
-                if key not in error.schema.get("properties", {}):
-                    yield _unknown_field((*path, key), error.schema.get("properties", {}))
+                if key not in known:
+                    yield _unknown_field((*path, key), known)
         case "required":
-            for key in error.validator_value:
+            for key in wanted:
                 if key not in value:
-                    known = error.schema.get("properties", {})
                     close = [k for k in value if k not in known and difflib.get_close_matches(str(k), [key], 1, 0.75)]
                     hint = f"`{close[0]}` looks like a misspelling of it" if close else f"add `{key}: ...`"
                     yield Difference(path, f"{name} lacks the field `{key}`", hint)
         case "type":
-            yield Difference(path, f"{name} must be {_types(error.validator_value)}, but it is {show(value)}", _type_hint(error))
+            yield Difference(path, f"{name} must be {_types(wanted)}, but it is {show(value)}", _type_hint(error))
         case "enum" | "const":
-            allowed = error.validator_value if error.validator == "enum" else [error.validator_value]
-            yield Difference(path, f"{name} is {show(value)}, but it must be {_one_of(allowed)}", _close(value, allowed))
+            allowed = wanted if error.validator == "enum" else [wanted]
+            yield Difference(
+                path, f"{name} is {show(value)}, but it must be {_one_of(allowed)}", _close(value, allowed)
+            )
         case "minimum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be at least {error.validator_value:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be at least {wanted:g}")
         case "exclusiveMinimum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be greater than {error.validator_value:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be greater than {wanted:g}")
         case "maximum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be at most {error.validator_value:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be at most {wanted:g}")
         case "exclusiveMaximum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be less than {error.validator_value:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be less than {wanted:g}")
         case "pattern":
-            yield Difference(path, f"{name} is {show(value)}, but it must look like `{error.validator_value}`")
+            yield Difference(path, f"{name} is {show(value)}, but it must look like `{wanted}`")
         case "minItems":
-            yield Difference(path, f"{name} has {len(value)} entries, but it needs at least {error.validator_value}")
+            yield Difference(path, f"{name} has {len(value)} entries, but it needs at least {wanted}")
         case "anyOf":
             yield from _explain_any_of(error, name, path)
         case _:
@@ -136,9 +139,9 @@ def _explain(error: ValidationError) -> Iterator[Difference]:
 
 def _explain_any_of(error: ValidationError, name: str, path: PathTuple) -> Iterator[Difference]:
     """Follow the branch that the value was meant for, judged by its type; else list what the field takes."""
-    value = error.instance
+    value: Any = error.instance
     kind = _json_type(value)
-    root = error.validator_value
+    root: Any = error.validator_value
     for index, branch in enumerate(root):
         kinds = branch.get("type", "object" if "$ref" in branch else ())
         kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
@@ -237,7 +240,8 @@ def _close(value: Any, allowed: Sequence[Any]) -> str | None:
 
 
 def _type_hint(error: ValidationError) -> str | None:
-    value, wanted = error.instance, error.validator_value
+    value: Any = error.instance
+    wanted: Any = error.validator_value
     kinds = [wanted] if isinstance(wanted, str) else list(wanted)
     if isinstance(value, bool) and "string" in kinds:
         return "YAML reads on, off, yes and no as true or false: put the word in quotes if you mean the word"

@@ -120,7 +120,9 @@ def _check_version(data: Any, place: Place) -> None:
     version = data.get("plan_version")
     if version is None:
         raise PlanError(
-            Complaint("the file has no `plan_version`, so it is no Titan plan", "plan_version", place, "compile the plan anew")
+            Complaint(
+                "the file has no `plan_version`, so it is no Titan plan", "plan_version", place, "compile the plan anew"
+            )
         )
     major = str(version).split(".", 1)[0]
     ours = PLAN_VERSION.split(".", 1)[0]

@@ -21,13 +21,19 @@ def find_model(family: str, flavor: str) -> Model:
     name = families.get(family.casefold())
     if name is None:
         raise InvariantError(
-            "family", f"there is no model family `{family}`", _nearest(family, list(MODELS), "`titan-plan models` lists them")
+            "family",
+            f"there is no model family `{family}`",
+            _nearest(family, list(MODELS), "`titan-plan models` lists them"),
         )
     flavors = {entry.casefold(): entry for entry in MODELS[name]} | FLAVOR_ALIASES[name]
     found = flavors.get(flavor.casefold())
     if found is None:
         known = list(MODELS[name])
-        raise InvariantError("flavor", f"the family `{name}` has no flavor `{flavor}`", _nearest(flavor, known, f"it has {', '.join(known)}"))
+        raise InvariantError(
+            "flavor",
+            f"the family `{name}` has no flavor `{flavor}`",
+            _nearest(flavor, known, f"it has {', '.join(known)}"),
+        )
     return MODELS[name][found]
 
 
@@ -44,9 +50,13 @@ def override(model: Model, changes: ModelOverrides) -> Model:
     for run in model.blocks:
         attention = run.block.attention
         heads = changes.num_heads or attention.num_heads
-        head_dim = changes.head_dim or (attention.head_dim if dim == model.dim and heads == attention.num_heads else dim // heads)
+        head_dim = changes.head_dim or (
+            attention.head_dim if dim == model.dim and heads == attention.num_heads else dim // heads
+        )
         if changes.head_dim is None and dim % heads:
-            raise InvariantError("num_heads", f"`num_heads` {heads} does not divide `dim` {dim}", "set `head_dim` as well, or change one")
+            raise InvariantError(
+                "num_heads", f"`num_heads` {heads} does not divide `dim` {dim}", "set `head_dim` as well, or change one"
+            )
         rope = attention.rope
         if changes.rope_theta is not None:
             rope = replace(rope, theta=changes.rope_theta)
@@ -62,7 +72,9 @@ def override(model: Model, changes: ModelOverrides) -> Model:
         blocks.append(Blocks(repeat=run.repeat, block=block))
     if changes.num_layers is not None:
         if len(blocks) > 1:
-            raise InvariantError("num_layers", "`num_layers` cannot be overridden: the model has several kinds of blocks")
+            raise InvariantError(
+                "num_layers", "`num_layers` cannot be overridden: the model has several kinds of blocks"
+            )
         blocks = [replace(blocks[0], repeat=changes.num_layers)]
     return replace(
         model,
@@ -82,7 +94,9 @@ def _scaling(old: RopeScaling | None, changes: RopeScalingSpec) -> RopeScaling:
     }
     missing = [name for name, value in values.items() if value is None]
     if missing:
-        raise InvariantError("rope_scaling", f"`rope_scaling` lacks `{missing[0]}`, and the model has no scaling to take it from")
+        raise InvariantError(
+            "rope_scaling", f"`rope_scaling` lacks `{missing[0]}`, and the model has no scaling to take it from"
+        )
     try:
         return RopeScaling(**values)  # type: ignore[arg-type]
     except InvariantError as error:

@@ -50,7 +50,9 @@ def read_hf_config(path: Path) -> Model:
         if name in _FIXED and value not in _FIXED[name]
     ]
     problems += [
-        f"`{name}` is unknown" for name in config if name not in _READ and name not in _FIXED and name not in _IRRELEVANT
+        f"`{name}` is unknown"
+        for name in config
+        if name not in _READ and name not in _FIXED and name not in _IRRELEVANT
     ]
     if problems:
         raise InvariantError("hf_config", f"`{path}` cannot be used: {'; '.join(problems)}")

@@ -34,9 +34,7 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
         recipe = "tensorwise"
     auto = asked.recipe == "auto" or AUTO_FILTER in asked.filter_fqns
     patterns = [p for p in asked.filter_fqns if p != AUTO_FILTER]
-    local = {
-        p.module: local_shape(p, plan.mesh.tp, plan.tensor_parallel.kv_replicas) for p in parameters(plan.model)
-    }
+    local = {p.module: local_shape(p, plan.mesh.tp, plan.tensor_parallel.kv_replicas) for p in parameters(plan.model)}
     converted: list[str] = []
     skipped: dict[str, list[str]] = {}
     for fqn, (n, k) in linear_modules(plan.model).items():
@@ -61,7 +59,9 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
             recipe=recipe,
             converted=fold(converted),
             skipped=tuple(
-                SkippedLinear(module=selector, reason=reason) for reason, fqns in skipped.items() for selector in fold(fqns)
+                SkippedLinear(module=selector, reason=reason)
+                for reason, fqns in skipped.items()
+                for selector in fold(fqns)
             ),
             enable_fsdp_float8_all_gather=asked.enable_fsdp_float8_all_gather,
             precompute_float8_dynamic_scale_for_fsdp=asked.precompute_float8_dynamic_scale_for_fsdp,
@@ -75,9 +75,7 @@ def pattern_matches(pattern: str, fqn: str) -> bool:
     return pattern in fqn or ALIASES.get(pattern, pattern) in fqn
 
 
-def _reason(
-    fqn: str, n: int, k: int, patterns: list[str], too_small: Callable[[int, int], bool] | None
-) -> str | None:
+def _reason(fqn: str, n: int, k: int, patterns: list[str], too_small: Callable[[int, int], bool] | None) -> str | None:
     for pattern in patterns:
         if pattern_matches(pattern, fqn):
             return f"filter_fqns has `{pattern}`"

@@ -13,6 +13,10 @@ def partition_stages(plan: Plan, ctx: Context) -> Plan:
     counts = [0] * len(plan.pipeline.stages)
     for layer in plan.layers:
         counts[layer.stage] += layer.fqn.startswith("layers.")
-    how = "as the spec lists them" if plan.request.parallelism.module_fqns_per_model_part is not None else "even by layers"
+    how = (
+        "as the spec lists them"
+        if plan.request.parallelism.module_fqns_per_model_part is not None
+        else "even by layers"
+    )
     ctx.analysis("pipeline.stages", f"{how}: {min(counts)} to {max(counts)} layers a stage")
     return plan

@@ -55,7 +55,11 @@ def _on(plan: Plan, mesh: Mesh) -> Iterator[Plan]:
 
 def _say(before: Plan, chosen: Plan, ctx: Context, tried: int) -> None:
     pins = before.request.parallelism
-    for axis, name in (("tp", "tensor_parallel_degree"), ("pp", "pipeline_parallel_degree"), ("cp", "context_parallel_degree")):
+    for axis, name in (
+        ("tp", "tensor_parallel_degree"),
+        ("pp", "pipeline_parallel_degree"),
+        ("cp", "context_parallel_degree"),
+    ):
         if getattr(pins, name) == "auto":
             degree = chosen.mesh.degree(axis)
             why = "a smaller degree does not fit or is not legal" if degree > 1 else "the plan fits without it"
@@ -86,7 +90,9 @@ def _grow_local_batch(plan: Plan, ctx: Context) -> Plan:
         chosen = candidate
     if chosen is not plan:
         size = chosen.batch.local_batch_size
-        ctx.applied("batch.local_batch_size", f"{size} sequences a rank is the most that fits without more recomputation")
+        ctx.applied(
+            "batch.local_batch_size", f"{size} sequences a rank is the most that fits without more recomputation"
+        )
     return chosen
 
 

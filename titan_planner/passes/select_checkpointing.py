@@ -11,7 +11,12 @@ from titan_planner.ir.request import ActivationCheckpointSpec
 from titan_planner.passes.context import Context
 
 NONE = CheckpointPolicy(
-    name="none", mode="none", save_ops=(), recompute_every_second_matmul=False, force_recompute_fqns=(), memory_budget=None
+    name="none",
+    mode="none",
+    save_ops=(),
+    recompute_every_second_matmul=False,
+    force_recompute_fqns=(),
+    memory_budget=None,
 )
 FULL = replace(NONE, name="full", mode="full")
 
@@ -57,7 +62,9 @@ def _pinned(plan: Plan, asked: ActivationCheckpointSpec) -> Plan:
         case "full":
             return _uniform(plan, FULL)
         case "memory_budget":
-            return _uniform(plan, replace(NONE, name="memory_budget", mode="memory_budget", memory_budget=asked.memory_budget))
+            return _uniform(
+                plan, replace(NONE, name="memory_budget", mode="memory_budget", memory_budget=asked.memory_budget)
+            )
         case _:
             if asked.selective_ac_option == "op":
                 return _uniform(plan, _selective(asked))
@@ -86,7 +93,9 @@ def _uniform(plan: Plan, policy: CheckpointPolicy) -> Plan:
 def _every_nth(plan: Plan, n: int) -> Plan:
     whole = _uniform(plan, FULL)
     layers = tuple(
-        layer if not layer.fqn.startswith("layers.") or int(layer.fqn.split(".")[1]) % n == 0 else replace(layer, checkpoint="none")
+        layer
+        if not layer.fqn.startswith("layers.") or int(layer.fqn.split(".")[1]) % n == 0
+        else replace(layer, checkpoint="none")
         for layer in whole.layers
     )
     return replace(whole, layers=layers)
@@ -94,5 +103,9 @@ def _every_nth(plan: Plan, n: int) -> Plan:
 
 def _describe(asked: ActivationCheckpointSpec) -> str:
     if asked.mode == "selective":
-        return "selective by op" if asked.selective_ac_option == "op" else f"full on every layer divisible by {asked.selective_ac_option}"
+        return (
+            "selective by op"
+            if asked.selective_ac_option == "op"
+            else f"full on every layer divisible by {asked.selective_ac_option}"
+        )
     return asked.mode if asked.mode != "memory_budget" else f"memory budget {asked.memory_budget:g}"

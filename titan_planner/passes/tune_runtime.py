@@ -40,7 +40,9 @@ def _async_tp(plan: Plan, ctx: Context) -> Plan:
     )
     on = possible if asked == "auto" else asked
     if asked == "auto" and possible:
-        ctx.applied("tensor_parallel.async_tp", "tp stays inside a node and the model is compiled: matmuls overlap collectives")
+        ctx.applied(
+            "tensor_parallel.async_tp", "tp stays inside a node and the model is compiled: matmuls overlap collectives"
+        )
     return replace(plan, tensor_parallel=replace(plan.tensor_parallel, async_tp=on))
 
 
@@ -53,14 +55,17 @@ def _defer_gradient_sync(plan: Plan, ctx: Context) -> Plan:
     numel = module_numel(plan)
     stages = plan.pipeline.stages
     local = max(
-        sum(numel[layer.fqn] for layer in plan.layers if stages[layer.stage].pp_rank == rank) for rank in range(plan.mesh.pp)
+        sum(numel[layer.fqn] for layer in plan.layers if stages[layer.stage].pp_rank == rank)
+        for rank in range(plan.mesh.pp)
     )
     # Deferring keeps whole gradients in the reduce dtype on every rank until the last accumulation step.
     needs = local * (4 if plan.fsdp.reduce_dtype == "float32" else 2) / GIB
     priced = estimate(plan)
     free = priced.memory_available_gib - priced.peak_memory_gib
     if needs > free:
-        ctx.missed("fsdp.defer_gradient_sync", f"whole gradients need {needs:.1f} GiB, but {max(free, 0):.1f} GiB are free")
+        ctx.missed(
+            "fsdp.defer_gradient_sync", f"whole gradients need {needs:.1f} GiB, but {max(free, 0):.1f} GiB are free"
+        )
         return plan
     ctx.applied(
         "fsdp.defer_gradient_sync",
