@@ -17,32 +17,36 @@ ALIASES = {"lm_head": "output", "attention.qkv_linear.wq": "attention.wq", "atte
            "attention.qkv_linear.wv": "attention.wv"}  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024)
-def _segments(selector: str) -> tuple[str | tuple[int, int], ...]:
-    parsed: list[str | tuple[int, int]] = []
+@functools.lru_cache(maxsize=4096)
+def _compiled(selector: str) -> tuple[re.Pattern[str], tuple[tuple[int, int], ...]]:
+    """`selector` as a pattern with one group a range, and the bounds of the ranges."""
+    pieces: list[str] = []
+    bounds: list[tuple[int, int]] = []
     for segment in selector.split("."):
-        bounds = _RANGE.fullmatch(segment)
-        parsed.append((int(bounds[1]), int(bounds[2])) if bounds else segment)
-    return tuple(parsed)
+        span = _RANGE.fullmatch(segment)
+        if span:
+            bounds.append((int(span[1]), int(span[2])))
+        pieces.append(r"(\d{1,9})" if span else r"[^.]+" if segment == "*" else re.escape(segment))
+    return re.compile(r"\.".join(pieces)), tuple(bounds)
 
 
 def matches(selector: str, fqn: str) -> bool:
     """Whether `selector` names the module `fqn`."""
-    wanted = _segments(selector)
-    given = fqn.split(".")
-    if len(wanted) != len(given):
+    pattern, bounds = _compiled(selector)
+    found = pattern.fullmatch(fqn)
+    if found is None:
         return False
-    for want, have in zip(wanted, given, strict=True):
-        if isinstance(want, tuple):
-            if not have.isdecimal() or not want[0] <= int(have) <= want[1]:
-                return False
-        elif want not in ("*", have):
-            return False
-    return True
+    return all(low <= int(number) <= high for number, (low, high) in zip(found.groups(), bounds, strict=True))
 
 
 def select(selector: str, fqns: Iterable[str]) -> tuple[str, ...]:
     """The members of `fqns` that `selector` names, in their order."""
+    return _select(selector, tuple(fqns))
+
+
+# Rules ask the same few selectors about the same names after every pass.
+@functools.lru_cache(maxsize=4096)
+def _select(selector: str, fqns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(fqn for fqn in fqns if matches(selector, fqn))
 
 

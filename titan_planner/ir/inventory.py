@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, TypeAlias, assert_never
 
 from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Model, SwiGlu
@@ -46,6 +48,7 @@ class Parameter:
 _OUTPUT_CUT = 3.0
 
 
+@functools.lru_cache(maxsize=16)
 def parameters(model: Model) -> tuple[Parameter, ...]:
     """All parameters of `model` in module order. A tied output projection owns none: it reads `tok_embeddings.weight`."""
     found = [
@@ -94,6 +97,7 @@ def _feed_forward(prefix: str, feed_forward: FeedForward, dim: int, plain: Init,
             assert_never(feed_forward)
 
 
+@functools.lru_cache(maxsize=16)
 def num_params(model: Model) -> int:
     """Number of trained elements; a tied weight counts once."""
     # Equal blocks have equal counts, so one block of each run is enough.
@@ -103,22 +107,29 @@ def num_params(model: Model) -> int:
     return total
 
 
+@functools.lru_cache(maxsize=16)
 def top_level_modules(model: Model) -> tuple[str, ...]:
     """The modules that pipeline stages are made of, in order: embedding, every block, final norm, output projection."""
     return ("tok_embeddings", *(f"layers.{i}" for i in range(model.num_layers)), "norm", "output")
 
 
-def linear_modules(model: Model) -> dict[str, tuple[int, int]]:
+def linear_modules(model: Model) -> Mapping[str, tuple[int, int]]:
     """Linear layers, FQN -> (N = out features, K = in features), output projection included, in module order."""
+    return _linear_modules(model)
+
+
+@functools.lru_cache(maxsize=16)
+def _linear_modules(model: Model) -> Mapping[str, tuple[int, int]]:
     linears: dict[str, tuple[int, int]] = {}
     for parameter in parameters(model):
         if len(parameter.shape) == 2 and parameter.module != "tok_embeddings":
             linears[parameter.module] = (parameter.shape[0], parameter.shape[1])
     if model.tied:
         linears["output"] = (model.vocab_size, model.dim)
-    return linears
+    return MappingProxyType(linears)  # cached, so nobody may change it
 
 
+@functools.lru_cache(maxsize=16)
 def module_names(model: Model) -> tuple[str, ...]:
     """Every module FQN that a selector may name, parents before children."""
     names: dict[str, None] = {}

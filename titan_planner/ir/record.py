@@ -70,6 +70,11 @@ def out_of_bounds(value: float, field: Field) -> str | None:
     return None
 
 
+@functools.cache
+def _hints(cls: Any) -> Mapping[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
 def field_types(cls: type) -> Mapping[str, Any]:
     """Field name -> resolved type without `Annotated`, in declaration order."""
     return _field_types(cast(Any, cls))  # Any: to mypy, the class of a frozen dataclass is not hashable
@@ -77,8 +82,11 @@ def field_types(cls: type) -> Mapping[str, Any]:
 
 @functools.cache
 def _field_types(cls: Any) -> Mapping[str, Any]:
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    hints = _hints(cls)
+    return {
+        f.name: get_args(hints[f.name])[0] if get_origin(hints[f.name]) is Annotated else hints[f.name]
+        for f in dataclasses.fields(cls)
+    }
 
 
 def field_descriptors(cls: type) -> Mapping[str, Field]:
@@ -88,7 +96,7 @@ def field_descriptors(cls: type) -> Mapping[str, Field]:
 
 @functools.cache
 def _field_descriptors(cls: Any) -> Mapping[str, Field]:
-    hints = get_type_hints(cls, include_extras=True)
+    hints = _hints(cls)
     found: dict[str, Field] = {}
     for f in dataclasses.fields(cls):
         hint = hints[f.name]
