@@ -20,9 +20,10 @@ from titan_planner.sharding import tensor_parallel_rows
 from titan_planner.stages import layer_stages
 
 
-def meshes(cluster: Cluster, request: Request) -> Iterator[Mesh]:
+def meshes(model: Model, cluster: Cluster, request: Request) -> Iterator[Mesh]:
     """Meshes that honour the pins and use every GPU, least model parallelism first; ties: less pp, then cp, then tp.
 
+    Those that plainly divide nothing are left out, unless no other is left: their rules then say what is wrong.
     Raises `SpecError` when the pinned degrees cannot make up the number of GPUs.
     """
     pins = request.parallelism
@@ -57,11 +58,27 @@ def meshes(cluster: Cluster, request: Request) -> Iterator[Mesh]:
         if taker is not None:
             chosen[taker] = rest // used
         found.append((used, chosen))
+    found.sort(key=lambda entry: (entry[0], entry[1]["pp"], entry[1]["cp"], entry[1]["tp"]))
     if not found:
         raise SpecError(_product_complaint(free, fixed, product, world))
+    # Clusters of 100,000 GPUs have thousands of meshes; looking closely at each would take minutes.
+    plausible = [(used, chosen) for used, chosen in found if _plausible(chosen, model, request)]
+    found = plausible or found[:1]
     ep, etp = pins.expert_parallel_degree, pins.expert_tensor_parallel_degree
-    for _, chosen in sorted(found, key=lambda entry: (entry[0], entry[1]["pp"], entry[1]["cp"], entry[1]["tp"])):
+    for _, chosen in found:
         yield Mesh(**chosen, ep=ep if isinstance(ep, int) else 1, etp=etp if isinstance(etp, int) else 1)
+
+
+def _plausible(degrees: dict[str, int], model: Model, request: Request) -> bool:
+    """Whether stages have layers, heads divide over tp, and the pinned batch over the data-parallel ranks."""
+    dp = degrees["dp_replicate"] * degrees["dp_shard"]
+    if degrees["pp"] > model.num_layers:
+        return False
+    if any(run.block.attention.num_heads % degrees["tp"] for run in model.blocks):
+        return False
+    given, local = request.global_batch_size, request.local_batch_size
+    share = dp * (local if isinstance(local, int) else 1)
+    return not isinstance(given, int) or given < 1 or given % share == 0
 
 
 def _tp_allowed(degree: int, cluster: Cluster, request: Request) -> bool:

@@ -6,7 +6,7 @@ is `auto` takes the plainest legal value, and the passes improve on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint, SpecError
@@ -27,7 +27,7 @@ from titan_planner.ir.job import (
 from titan_planner.ir.model import Model
 from titan_planner.ir.parallel import ContextParallel, ExpertParallel, Fsdp, Mesh
 from titan_planner.ir.plan import PLAN_VERSION, Plan, Remark
-from titan_planner.ir.request import Spec
+from titan_planner.ir.request import DEGREE_FIELDS, Spec
 from titan_planner.ir.verify import verify
 from titan_planner.layout import lay_out, meshes
 from titan_planner.stages import InfeasibleStages
@@ -54,18 +54,63 @@ class Problem:
 
 def lower(problem: Problem) -> Plan:
     """The naive plan: the first legal mesh with the least model parallelism. Raises `SpecError` when none is legal."""
-    complaints: tuple[Complaint, ...] = ()
-    for mesh in meshes(problem.cluster, problem.spec.request()):
+    first: tuple[Complaint, ...] = ()
+    tried = 0
+    expected = True
+    for mesh in meshes(problem.model, problem.cluster, problem.spec.request()):
+        expected = expected and (tried > 0 or _all_unpinned_are_one(problem, mesh))
+        tried += 1
         try:
             plan = _on_mesh(problem, mesh)
+            broken = verify(plan)
         except InfeasibleStages as error:
-            complaints = complaints or (Complaint(error.message, error.address, hint=error.hint),)
+            broken = (Complaint(error.message, error.address, hint=error.hint),)
+        else:
+            if not broken:
+                return plan
+        first = first or broken
+    # The first mesh is the one that users expect: what is wrong with it is what is wrong with the spec. Unless even the
+    # first had to be something else, because the batch does not divide.
+    raise SpecError(first if expected else _none_is_legal(problem, tried, first))
+
+
+def _all_unpinned_are_one(problem: Problem, mesh: Mesh) -> bool:
+    pins = problem.spec.request().parallelism
+    return all(mesh.degree(axis) == 1 for axis in ("pp", "cp", "tp") if getattr(pins, DEGREE_FIELDS[axis]) == "auto")
+
+
+def _none_is_legal(problem: Problem, tried: int, first: tuple[Complaint, ...]) -> Complaint:
+    """The planner had a choice of meshes and none worked: say so, and suggest a batch that was checked to work."""
+    gpus, batch = problem.cluster.num_gpus, problem.spec.training.global_batch_size
+    hint = "unpin a degree, or change the number of GPUs"
+    if isinstance(batch, int) and batch > 0:
+        for ranks in (gpus // problem.cluster.gpus_per_node, gpus):
+            other = max(1, round(batch / ranks)) * ranks
+            training = replace(problem.spec.training, global_batch_size=other)
+            try:
+                # The batch differs from the one that failed, and is never changed again: this ends after one level.
+                if other != batch and _lowers(replace(problem, spec=replace(problem.spec, training=training))):
+                    hint = f"use a global batch of {other}, a multiple of {ranks} data-parallel ranks"
+                    break
+            except SpecError:
+                continue
+    return Complaint(
+        f"no layout of {gpus} GPUs that honours the pins is legal ({tried} tried); the first fails because "
+        f"{first[0].message}",
+        first[0].address if not isinstance(batch, int) else "batch.global_batch_size",
+        hint=hint,
+        rule=first[0].rule,
+    )
+
+
+def _lowers(problem: Problem) -> bool:
+    for mesh in meshes(problem.model, problem.cluster, problem.spec.request()):
+        try:
+            if not verify(_on_mesh(problem, mesh)):
+                return True
+        except InfeasibleStages:
             continue
-        broken = verify(plan)
-        if not broken:
-            return plan
-        complaints = complaints or broken
-    raise SpecError(complaints)
+    return False
 
 
 def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:

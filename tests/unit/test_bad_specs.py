@@ -228,6 +228,14 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         [("3:10", "the model does not fit")],
     ),
     (
+        "batch too small for the cluster",
+        GPU.replace("nodes: 1", "nodes: 16384, inter_node: ib-ndr-400").replace(
+            "local_batch_size: 1", "global_batch_size: 7"
+        ),
+        [("4:57", "no layout of 131072 GPUs that honours the pins is legal")],
+    ),
+    ("absurd size", GPU.replace("nodes: 1", "nodes: 1000000000000"), [("3:38", "must be at most 1,000,000")]),
+    (
         "everything at once",
         "spec_version: 1\nmodel: {family: llama3, flavr: 8B}\ncluster: {gpu: h100, nodes: none}\n"
         "training: {steps: 1e3x, local_batch_size: 0}\nmetrics: {log_freq: 0}\n",

@@ -59,8 +59,8 @@ class Cluster:
     """The machines of one job: `nodes` x `gpus_per_node` equal GPUs, one link kind inside a node and one between nodes."""
 
     gpu: Gpu
-    gpus_per_node: Annotated[int, Field("GPUs (ranks) in one node.", ge=1)]
-    nodes: Annotated[int, Field("Number of nodes.", ge=1)]
+    gpus_per_node: Annotated[int, Field("GPUs (ranks) in one node.", ge=1, le=10**4)]
+    nodes: Annotated[int, Field("Number of nodes.", ge=1, le=10**6)]
     intra_node: Annotated[Link, Field("Link between the GPUs of one node.")]
     inter_node: Annotated[Link, Field("Link between nodes.")]
     price_per_gpu_hour: Annotated[

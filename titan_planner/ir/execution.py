@@ -97,5 +97,7 @@ class Loss:
     """Cross-entropy over the vocabulary, normalised by the global number of valid tokens."""
 
     kind: Annotated[Literal["cross_entropy"], Field("Loss function.")]
-    chunks: Annotated[int, Field("The sequence is cut into this many chunks for head and loss; 1 is plain.", ge=1)]
+    chunks: Annotated[
+        int, Field("The sequence is cut into this many chunks for head and loss; 1 is plain.", ge=1, le=10**6)
+    ]
     z_loss: Annotated[float, Field("Weight of the squared log-partition penalty; 0 turns it off.", ge=0)]

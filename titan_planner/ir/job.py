@@ -14,11 +14,13 @@ from titan_planner.ir.request import check_keep_latest_k, check_profile_freq
 class Batch:
     """How a step's samples are cut. global = local x dp x accumulation steps, in sequences."""
 
-    seq_len: Annotated[int, Field("Tokens per sequence.", ge=1)]
-    global_batch_size: Annotated[int, Field("Sequences per optimizer step over all ranks.", ge=1)]
-    local_batch_size: Annotated[int, Field("Sequences per data-parallel rank and accumulation step.", ge=1)]
-    microbatch_size: Annotated[int, Field("Sequences per pipeline microbatch; divides local_batch_size.", ge=1)]
-    accumulation_steps: Annotated[int, Field("Forward-backward passes per optimizer step.", ge=1)]
+    seq_len: Annotated[int, Field("Tokens per sequence.", ge=1, le=10**9)]
+    global_batch_size: Annotated[int, Field("Sequences per optimizer step over all ranks.", ge=1, le=10**9)]
+    local_batch_size: Annotated[int, Field("Sequences per data-parallel rank and accumulation step.", ge=1, le=10**9)]
+    microbatch_size: Annotated[
+        int, Field("Sequences per pipeline microbatch; divides local_batch_size.", ge=1, le=10**9)
+    ]
+    accumulation_steps: Annotated[int, Field("Forward-backward passes per optimizer step.", ge=1, le=10**9)]
 
     @property
     def tokens_per_step(self) -> int:

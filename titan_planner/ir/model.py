@@ -20,7 +20,7 @@ class RopeScaling:
     factor: Annotated[float, Field("How far low frequencies are stretched.", ge=1)]
     low_freq_factor: Annotated[float, Field("Wavelengths above original_max_seq_len / this are stretched fully.", gt=0)]
     high_freq_factor: Annotated[float, Field("Wavelengths below original_max_seq_len / this stay as they are.", gt=0)]
-    original_max_seq_len: Annotated[int, Field("Context length before stretching, in tokens.", ge=1)]
+    original_max_seq_len: Annotated[int, Field("Context length before stretching, in tokens.", ge=1, le=10**9)]
 
     def check(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
@@ -44,9 +44,9 @@ class Gqa:
     """Grouped-query causal attention: wq, wk, wv, wo without biases; num_kv_heads = num_heads is multi-head attention."""
 
     kind: Annotated[Literal["gqa"], Field("Layer kind.")] = "gqa"
-    num_heads: Annotated[int, Field("Query heads.", ge=1)]
-    num_kv_heads: Annotated[int, Field("Key and value heads; divides num_heads.", ge=1)]
-    head_dim: Annotated[int, Field("Elements of one head; even, for rotary pairs.", ge=2)]
+    num_heads: Annotated[int, Field("Query heads.", ge=1, le=10**6)]
+    num_kv_heads: Annotated[int, Field("Key and value heads; divides num_heads.", ge=1, le=10**6)]
+    head_dim: Annotated[int, Field("Elements of one head; even, for rotary pairs.", ge=2, le=10**6)]
     rope: Annotated[Rope, Field("Rotary position embedding.")]
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class SwiGlu:
     """w2(silu(w1 x) * w3 x), no biases."""
 
     kind: Annotated[Literal["swiglu"], Field("Layer kind.")] = "swiglu"
-    hidden_dim: Annotated[int, Field("Elements between w1/w3 and w2.", ge=1)]
+    hidden_dim: Annotated[int, Field("Elements between w1/w3 and w2.", ge=1, le=10**8)]
 
 
 Attention: TypeAlias = Gqa
@@ -90,7 +90,7 @@ class Block:
 class Blocks:
     """A run of equal blocks."""
 
-    repeat: Annotated[int, Field("How many times the block stands here.", ge=1)]
+    repeat: Annotated[int, Field("How many times the block stands here.", ge=1, le=10**4)]
     block: Block
 
 
@@ -100,9 +100,11 @@ class Model:
 
     family: Annotated[str, Field("Model family, e.g. llama3.", decision=False)]
     flavor: Annotated[str, Field("Size within the family, e.g. 8B.", decision=False)]
-    vocab_size: Annotated[int, Field("Rows of the embedding and of the output projection.", ge=2)]
-    dim: Annotated[int, Field("Width of the residual stream.", ge=1)]
-    max_seq_len: Annotated[int, Field("Longest sequence that the position embedding covers, in tokens.", ge=1)]
+    vocab_size: Annotated[int, Field("Rows of the embedding and of the output projection.", ge=2, le=10**8)]
+    dim: Annotated[int, Field("Width of the residual stream.", ge=1, le=10**7)]
+    max_seq_len: Annotated[
+        int, Field("Longest sequence that the position embedding covers, in tokens.", ge=1, le=10**9)
+    ]
     blocks: Annotated[tuple[Blocks, ...], Field("Runs of equal blocks, in order.", min_items=1)]
     norm: Annotated[RmsNorm, Field("Final norm.")]
     tied: Annotated[bool, Field("The output projection shares the embedding's weight.")]

@@ -22,13 +22,13 @@ SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV
 class Mesh:
     """Degrees of the axes pp x dp_replicate x dp_shard x cp x tp, and the expert view (ep, etp) of the same ranks."""
 
-    pp: Annotated[int, Field("Pipeline-parallel ranks.", ge=1)]
-    dp_replicate: Annotated[int, Field("Replicas of the sharded model (the outer axis of HSDP).", ge=1)]
-    dp_shard: Annotated[int, Field("Ranks that shard parameters and data (FSDP).", ge=1)]
-    cp: Annotated[int, Field("Ranks that share one sequence (context parallel).", ge=1)]
-    tp: Annotated[int, Field("Ranks that share every weight matrix (tensor parallel).", ge=1)]
-    ep: Annotated[int, Field("Ranks that share the experts; carved out of dp_shard x cp x tp.", ge=1)]
-    etp: Annotated[int, Field("Tensor-parallel ranks inside an expert: 1 or tp.", ge=1)]
+    pp: Annotated[int, Field("Pipeline-parallel ranks.", ge=1, le=10**7)]
+    dp_replicate: Annotated[int, Field("Replicas of the sharded model (the outer axis of HSDP).", ge=1, le=10**7)]
+    dp_shard: Annotated[int, Field("Ranks that shard parameters and data (FSDP).", ge=1, le=10**7)]
+    cp: Annotated[int, Field("Ranks that share one sequence (context parallel).", ge=1, le=10**7)]
+    tp: Annotated[int, Field("Ranks that share every weight matrix (tensor parallel).", ge=1, le=10**7)]
+    ep: Annotated[int, Field("Ranks that share the experts; carved out of dp_shard x cp x tp.", ge=1, le=10**7)]
+    etp: Annotated[int, Field("Tensor-parallel ranks inside an expert: 1 or tp.", ge=1, le=10**7)]
 
     @property
     def world_size(self) -> int:
@@ -73,7 +73,7 @@ class Pipeline:
 
     schedule: Annotated[Schedule | None, Field("Schedule, spelled as torch.distributed.pipelining; null when pp = 1.")]
     stages: Annotated[tuple[Stage, ...], Field("All (virtual) stages in order.", min_items=1)]
-    microbatches: Annotated[int, Field("Pipeline microbatches in one accumulation step.", ge=1)]
+    microbatches: Annotated[int, Field("Pipeline microbatches in one accumulation step.", ge=1, le=10**6)]
     actions: Annotated[
         tuple[str, ...] | None,
         Field(
@@ -112,7 +112,7 @@ class TensorParallel:
     loss_parallel: Annotated[bool, Field("Cross-entropy works on logits sharded over the vocabulary.")]
     async_tp: Annotated[bool, Field("Matmuls overlap with their collectives (compiled CUDA only).")]
     kv_replicas: Annotated[
-        int, Field("Tensor ranks that hold the same KV head; tp / kv_replicas divides the KV heads.", ge=1)
+        int, Field("Tensor ranks that hold the same KV head; tp / kv_replicas divides the KV heads.", ge=1, le=10**7)
     ]
 
 

@@ -46,21 +46,23 @@ class RopeScalingSpec:
         None
     )
     high_freq_factor: Annotated[float | None, Field("Wavelengths below original / this stay.", gt=0)] = None
-    original_max_seq_len: Annotated[int | None, Field("Context length before stretching, in tokens.", ge=1)] = None
+    original_max_seq_len: Annotated[
+        int | None, Field("Context length before stretching, in tokens.", ge=1, le=10**9)
+    ] = None
 
 
 @record
 class ModelOverrides:
     """Values that replace the flavor's own."""
 
-    vocab_size: Annotated[int | None, Field("Rows of embedding and output.", ge=2)] = None
-    dim: Annotated[int | None, Field("Width of the residual stream.", ge=1)] = None
-    num_layers: Annotated[int | None, Field("Number of blocks.", ge=1)] = None
-    num_heads: Annotated[int | None, Field("Query heads.", ge=1)] = None
-    num_kv_heads: Annotated[int | None, Field("Key and value heads.", ge=1)] = None
-    head_dim: Annotated[int | None, Field("Elements of one head; dim / num_heads when absent.", ge=2)] = None
-    hidden_dim: Annotated[int | None, Field("Elements inside the feed-forward layer.", ge=1)] = None
-    max_seq_len: Annotated[int | None, Field("Longest sequence, in tokens.", ge=1)] = None
+    vocab_size: Annotated[int | None, Field("Rows of embedding and output.", ge=2, le=10**8)] = None
+    dim: Annotated[int | None, Field("Width of the residual stream.", ge=1, le=10**7)] = None
+    num_layers: Annotated[int | None, Field("Number of blocks.", ge=1, le=10**4)] = None
+    num_heads: Annotated[int | None, Field("Query heads.", ge=1, le=10**6)] = None
+    num_kv_heads: Annotated[int | None, Field("Key and value heads.", ge=1, le=10**6)] = None
+    head_dim: Annotated[int | None, Field("Elements of one head; dim / num_heads when absent.", ge=2, le=10**6)] = None
+    hidden_dim: Annotated[int | None, Field("Elements inside the feed-forward layer.", ge=1, le=10**8)] = None
+    max_seq_len: Annotated[int | None, Field("Longest sequence, in tokens.", ge=1, le=10**9)] = None
     norm_eps: Annotated[float | None, Field("Epsilon of the norms.", gt=0)] = None
     rope_theta: Annotated[float | None, Field("Base of the rotary frequencies.", gt=0)] = None
     rope_scaling: Annotated[RopeScalingSpec | None, Field("Changes to the rotary scaling.")] = None
@@ -121,8 +123,8 @@ class ClusterSpec:
 
     node: Annotated[str | None, Field("Machine type of the catalogue; gives GPU, count and links at once.")] = None
     gpu: Annotated[str | GpuSpec | None, Field("Catalogue name, or numbers of your own.")] = None
-    gpus_per_node: Annotated[int | None, Field("GPUs in one node; 8 when absent.", ge=1)] = None
-    nodes: Annotated[int, Field("Number of nodes.", ge=1)] = 1
+    gpus_per_node: Annotated[int | None, Field("GPUs in one node; 8 when absent.", ge=1, le=10**4)] = None
+    nodes: Annotated[int, Field("Number of nodes.", ge=1, le=10**6)] = 1
     intra_node: Annotated[str | LinkSpec | None, Field("Link inside a node; the GPU's own when absent.")] = None
     inter_node: Annotated[str | LinkSpec | None, Field("Link between nodes; needed when nodes > 1.")] = None
     price_per_gpu_hour: Annotated[float | None, Field("Price of one GPU for one hour.", ge=0)] = None
@@ -139,12 +141,13 @@ class TrainingSpec:
     """Length, batch and precision of the training."""
 
     steps: Annotated[int, Field("Optimizer steps.", ge=1)] = 10000
-    seq_len: Annotated[int, Field("Tokens per sequence.", ge=1)] = 2048
+    seq_len: Annotated[int, Field("Tokens per sequence.", ge=1, le=10**9)] = 2048
     local_batch_size: Annotated[
-        Auto | int, Field("Sequences per data-parallel rank and accumulation step, or auto.", ge=1)
+        Auto | int, Field("Sequences per data-parallel rank and accumulation step, or auto.", ge=1, le=10**9)
     ] = "auto"
     global_batch_size: Annotated[
-        Auto | int, Field("Sequences per step over all ranks; auto or -1 is local x data-parallel ranks.", ge=-1)
+        Auto | int,
+        Field("Sequences per step over all ranks; auto or -1 is local x data-parallel ranks.", ge=-1, le=10**9),
     ] = "auto"
     max_norm: Annotated[float, Field("Gradient norm is clipped to this; 0 turns clipping off.", ge=0)] = 1.0
     dtype: Annotated[FloatDtype, Field("Dtype of parameters and gradients between steps.")] = "float32"
@@ -220,18 +223,22 @@ class DataSpec:
 class ParallelismSpec:
     """Degrees and schedule, each `auto` or pinned; -1 is `the rest`, once."""
 
-    data_parallel_replicate_degree: Annotated[Auto | int, Field("Replicas of the sharded model.", ge=-1)] = "auto"
-    data_parallel_shard_degree: Annotated[Auto | int, Field("Ranks that shard parameters; -1 is the rest.", ge=-1)] = (
+    data_parallel_replicate_degree: Annotated[Auto | int, Field("Replicas of the sharded model.", ge=-1, le=10**7)] = (
         "auto"
     )
-    context_parallel_degree: Annotated[Auto | int, Field("Ranks that share a sequence.", ge=-1)] = "auto"
-    tensor_parallel_degree: Annotated[Auto | int, Field("Ranks that share every matrix.", ge=-1)] = "auto"
-    pipeline_parallel_degree: Annotated[Auto | int, Field("Pipeline ranks.", ge=-1)] = "auto"
-    expert_parallel_degree: Annotated[Auto | int, Field("Ranks that share the experts.", ge=1)] = "auto"
-    expert_tensor_parallel_degree: Annotated[Auto | int, Field("1, or equal to the tensor degree.", ge=1)] = "auto"
+    data_parallel_shard_degree: Annotated[
+        Auto | int, Field("Ranks that shard parameters; -1 is the rest.", ge=-1, le=10**7)
+    ] = "auto"
+    context_parallel_degree: Annotated[Auto | int, Field("Ranks that share a sequence.", ge=-1, le=10**7)] = "auto"
+    tensor_parallel_degree: Annotated[Auto | int, Field("Ranks that share every matrix.", ge=-1, le=10**7)] = "auto"
+    pipeline_parallel_degree: Annotated[Auto | int, Field("Pipeline ranks.", ge=-1, le=10**7)] = "auto"
+    expert_parallel_degree: Annotated[Auto | int, Field("Ranks that share the experts.", ge=1, le=10**7)] = "auto"
+    expert_tensor_parallel_degree: Annotated[Auto | int, Field("1, or equal to the tensor degree.", ge=1, le=10**7)] = (
+        "auto"
+    )
     fsdp_reshard_after_forward: Annotated[
         Auto | Literal["always", "never", "default"] | int,
-        Field("Free gathered parameters after forward; default: unless there is a pipeline.", ge=2),
+        Field("Free gathered parameters after forward; default: unless there is a pipeline.", ge=2, le=10**7),
     ] = "auto"
     data_parallel_strategy: Annotated[Auto | Literal["fsdp", "ddp"], Field("Shard or replicate parameters.")] = "auto"
     defer_gradient_sync: Annotated[Auto | bool, Field("Reduce gradients only after the last accumulation step.")] = (
@@ -251,10 +258,18 @@ class ParallelismSpec:
     pipeline_parallel_schedule_actions: Annotated[
         tuple[str, ...] | None, Field("A schedule of your own: one row of actions a pipeline rank.")
     ] = None
-    pipeline_parallel_microbatch_size: Annotated[Auto | int, Field("Sequences per microbatch.", ge=1)] = "auto"
-    pipeline_parallel_layers_per_stage: Annotated[Auto | int, Field("Layers per virtual stage.", ge=1)] = "auto"
-    pipeline_parallel_first_stage_less_layers: Annotated[int, Field("Weight of the embedding in layers.", ge=0)] = 1
-    pipeline_parallel_last_stage_less_layers: Annotated[int, Field("Weight of norm and output in layers.", ge=0)] = 1
+    pipeline_parallel_microbatch_size: Annotated[Auto | int, Field("Sequences per microbatch.", ge=1, le=10**7)] = (
+        "auto"
+    )
+    pipeline_parallel_layers_per_stage: Annotated[Auto | int, Field("Layers per virtual stage.", ge=1, le=10**7)] = (
+        "auto"
+    )
+    pipeline_parallel_first_stage_less_layers: Annotated[
+        int, Field("Weight of the embedding in layers.", ge=0, le=10**4)
+    ] = 1
+    pipeline_parallel_last_stage_less_layers: Annotated[
+        int, Field("Weight of norm and output in layers.", ge=0, le=10**4)
+    ] = 1
     module_fqns_per_model_part: Annotated[
         tuple[tuple[str, ...], ...] | None, Field("The modules of each stage, listed outright.")
     ] = None
@@ -289,7 +304,7 @@ class ActivationCheckpointSpec:
     ] = "auto"
     selective_ac_option: Annotated[
         Literal["op"] | int,
-        Field("selective: `op` for per-op saving, or n for full recomputation of every n-th layer.", ge=1),
+        Field("selective: `op` for per-op saving, or n for full recomputation of every n-th layer.", ge=1, le=10**4),
     ] = "op"
     per_op_sac_force_recompute_mm_shapes_by_fqns: Annotated[
         tuple[str, ...], Field("Linears whose matmul shape is always recomputed.")
@@ -329,7 +344,7 @@ class CompileSpec:
 class LossSpec:
     """Cross-entropy."""
 
-    chunks: Annotated[Auto | int, Field("Chunks of the sequence for head and loss.", ge=1)] = "auto"
+    chunks: Annotated[Auto | int, Field("Chunks of the sequence for head and loss.", ge=1, le=10**6)] = "auto"
     z_loss: Annotated[float, Field("Weight of the squared log-partition penalty.", ge=0)] = 0.0
 
 
@@ -423,8 +438,8 @@ Objective: TypeAlias = Literal["max_throughput", "min_gpus", "min_cost", "min_me
 class Request:
     """The part of a spec that passes honour; embedded in the plan, so that a plan says what was asked."""
 
-    local_batch_size: Annotated[Auto | int, Field("Pinned local batch, or auto.", ge=1)]
-    global_batch_size: Annotated[Auto | int, Field("Pinned global batch, or auto.", ge=-1)]
+    local_batch_size: Annotated[Auto | int, Field("Pinned local batch, or auto.", ge=1, le=10**9)]
+    global_batch_size: Annotated[Auto | int, Field("Pinned global batch, or auto.", ge=-1, le=10**9)]
     parallelism: ParallelismSpec
     activation_checkpoint: ActivationCheckpointSpec
     float8: Float8Spec

@@ -287,9 +287,11 @@ def _seq_split(plan: Plan) -> Iterator[Violation]:
             if on
         )
         lower = seq_len // parts * parts
-        near = " or ".join(str(n) for n in (lower, lower + parts) if n > 0)
+        near = " or ".join(str(n) for n in (lower, lower + parts) if 0 < n <= plan.model.max_seq_len)
         yield Violation(
-            "batch.seq_len", f"the sequence length {seq_len} is not a multiple of {why} = {parts}", f"use {near}"
+            "batch.seq_len",
+            f"the sequence length {seq_len} is not a multiple of {why} = {parts}",
+            f"use {near}" if near else "use a smaller cp or tp",
         )
 
 

@@ -120,13 +120,13 @@ def _explain(error: ValidationError) -> Iterator[Difference]:
                 path, f"{name} is {show(value)}, but it must be {_one_of(allowed)}", _close(value, allowed)
             )
         case "minimum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be at least {wanted:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be at least {_number(wanted)}")
         case "exclusiveMinimum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be greater than {wanted:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be greater than {_number(wanted)}")
         case "maximum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be at most {wanted:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be at most {_number(wanted)}")
         case "exclusiveMaximum":
-            yield Difference(path, f"{name} is {show(value)}, but it must be less than {wanted:g}")
+            yield Difference(path, f"{name} is {show(value)}, but it must be less than {_number(wanted)}")
         case "pattern":
             yield Difference(path, f"{name} is {show(value)}, but it must look like `{wanted}`")
         case "minItems":
@@ -189,6 +189,10 @@ def _json_type(value: Any) -> str:
     if isinstance(value, str):
         return "string"
     return "array" if isinstance(value, (list, tuple)) else "object"
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) and abs(bound) >= 10_000 else f"{bound:g}"
 
 
 def _types(wanted: str | Sequence[str]) -> str:

@@ -22,7 +22,7 @@ def search_sharding(plan: Plan, ctx: Context) -> Plan:
     """
     best: tuple[float, Plan] | None = None
     tried = 0
-    for mesh in meshes(plan.cluster, plan.request):
+    for mesh in meshes(plan.model, plan.cluster, plan.request):
         for candidate in _on(plan, mesh):
             tried += 1
             finished = estimate(ctx.finish(candidate))
