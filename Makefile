@@ -26,7 +26,7 @@ setup: .venv/installed
 	@touch $@
 
 demo: setup
-	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+	@$(BIN)/python scripts/demo.py
 
 test: setup lint types
 	@echo "Running the test suite"

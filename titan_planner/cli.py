@@ -340,7 +340,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(render.markdown(found))
     else:
         emit(render.text(found, style=style_for(sys.stdout), width=width_for(sys.stdout, 120)))
-    return 1 if arguments.exit_code and found.changes else 0
+    return 1 if arguments.exit_code and not found.same else 0
 
 
 def _schema(arguments: argparse.Namespace) -> int:

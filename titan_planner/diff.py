@@ -22,12 +22,12 @@ Resume: TypeAlias = Literal[
 ]
 
 MEANING: Mapping[Consequence, str] = {
-    "model": "changes the model: its checkpoints no longer fit",
-    "numerics": "changes numerics: the checkpoint loads, training goes on differently",
-    "reshard": "reshards: the checkpoint is laid out anew on loading, same numbers up to rounding",
-    "speed": "changes speed or memory only, same numbers up to rounding",
-    "job": "changes what the run writes, where and for how long",
-    "none": "changes nothing that runs",
+    "model": "checkpoints no longer fit, or their weights mean something else",
+    "numerics": "the checkpoint loads, but training goes on differently",
+    "reshard": "the checkpoint is laid out anew on loading, same numbers up to rounding",
+    "speed": "speed or memory only, same numbers up to rounding",
+    "job": "what the run writes, where and for how long",
+    "none": "nothing that runs",
 }
 """What each consequence means; the order is loudest first."""
 
@@ -428,15 +428,20 @@ def _walk(a: Any, b: Any, address: str, pattern: str) -> Iterator[Change]:
 def _entries(a: dict[str, Any], b: dict[str, Any], address: str, pattern: str) -> Iterator[Change]:
     for key, item in a.items():
         if key in b:
-            yield from _walk(item, b[key], f"{address}.{key}", f"{pattern}.*")
+            yield from _walk(item, b[key], _entry_address(address, key), f"{pattern}.*")
         else:
-            yield _change(f"{address}.{key}", f"{pattern}.*", entry(item, pattern), None, "removed")
+            yield _change(_entry_address(address, key), f"{pattern}.*", entry(item, pattern), None, "removed")
     for key, item in b.items():
         if key not in a:
-            yield _change(f"{address}.{key}", f"{pattern}.*", None, entry(item, pattern), "added")
+            yield _change(_entry_address(address, key), f"{pattern}.*", None, entry(item, pattern), "added")
     before, after = tuple(key for key in a if key in b), tuple(key for key in b if key in a)
     if pattern in KEYS and pattern != "remarks" and before != after:
         yield _change(address, pattern, before, after)
+
+
+def _entry_address(address: str, key: str) -> str:
+    """`fsdp.units.norm+output`; an entry of `layers` is called as its module is, `layers.3` or `norm`."""
+    return key if address == "layers" else f"{address}.{key}"
 
 
 def entry(item: Any, pattern: str) -> Any:
@@ -468,7 +473,10 @@ def _change(
     address: str, pattern: str, a: Any, b: Any, kind: Literal["changed", "added", "removed"] = "changed"
 ) -> Change:
     _, consequence, why = consequence_of(pattern)
-    return Change(address, encode(a), encode(b), consequence, why, pattern, kind)
+    before, after = (
+        value if isinstance(value, dict) else encode(value) for value in (a, b)
+    )  # entries are plain already
+    return Change(address, before, after, consequence, why, pattern, kind)
 
 
 def layer_key(change: Change) -> object | None:
@@ -563,7 +571,7 @@ def _verdict(a: Plan, b: Plan, changes: Sequence[Change]) -> Verdict:
         case "job":
             resume, reason = "continues exactly", f"only the run's own affairs change: {listed}"
         case _:
-            resume, reason = "continues exactly", "all decisions are equal"
+            resume, reason = "continues exactly", "nothing that runs changes"
     return Verdict(resume, reason, () if resume == "incompatible" else tuple(_conditions(a, b)))
 
 
@@ -592,8 +600,12 @@ def _conditions(a: Plan, b: Plan) -> Iterator[str]:
     ):
         if before != after:
             yield f"`{address}` must hold the same content: a plan compares places, not what lies there"
-    if a.job.environment != b.job.environment:
-        yield "`job.environment` must not switch numerics (e.g. TF32 or NCCL algorithms): the planner does not judge it"
+    first, second = a.job.environment, b.job.environment
+    changed = [name for name in sorted({**first, **second}) if first.get(name) != second.get(name)]
+    # Allocator settings move memory, never numbers.
+    suspects = [f"`{name}`" for name in changed if not name.endswith("ALLOC_CONF")]
+    if suspects:
+        yield f"{_short(suspects)} must not switch numerics: the planner does not judge environment variables"
 
 
 def _estimate(a: Plan, b: Plan) -> tuple[Delta, ...]:

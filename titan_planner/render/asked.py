@@ -53,6 +53,10 @@ PINS: Mapping[str, str] = {
 
 SPEC_ADDRESSES: Mapping[str, str] = {
     **{address: plan for plan, address in reversed(list(PINS.items()))},
+    "activation_checkpoint.mode": "activation_checkpoint",
+    "float8.filter_fqns": "float8",
+    "parallelism.module_fqns_per_model_part": "pipeline.stages",
+    "parallelism.fsdp_reshard_after_forward": "fsdp.units",
     "training.local_batch_size": "batch.local_batch_size",
     "training.global_batch_size": "batch.global_batch_size",
     "training.seq_len": "batch.seq_len",
@@ -105,9 +109,8 @@ def asked(plan: Plan, pattern: str) -> Asked | None:
 
 
 def summary(plan: Plan, patterns: Iterable[str]) -> str:
-    """`auto`, `pinned`, or which of several decisions are pinned; empty where a spec cannot ask."""
-    found = {pattern: answer for pattern in patterns if (answer := asked(plan, pattern)) is not None}
-    pinned = [pattern.rpartition(".")[2] for pattern, answer in found.items() if answer.how == "pinned"]
-    if not pinned:
-        return "auto" if any(answer.how == "auto" for answer in found.values()) else ("default" if found else "")
-    return "pinned" if len(pinned) == len(found) else f"pinned: {', '.join(pinned)}"
+    """`auto`, `pinned`, `partly` (some pinned, some auto) or `default`; empty where a spec cannot ask."""
+    how = {answer.how for pattern in patterns if (answer := asked(plan, pattern)) is not None}
+    if {"auto", "pinned"} <= how:
+        return "partly"
+    return next((word for word in ("pinned", "auto", "default") if word in how), "")

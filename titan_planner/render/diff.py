@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_planner.diff import LOUDEST_FIRST, MEANING, Change, Delta, PlanDiff, Verdict, layer_key
+from titan_planner.diff import LOUDEST_FIRST, MEANING, Change, Consequence, Delta, PlanDiff, Verdict, layer_key
 from titan_planner.render.tables import PLAIN, Style, cut, table
-from titan_planner.render.values import LABELS, numbers, quantity, short_digest, value
+from titan_planner.render.values import LABELS, layout, numbers, quantity, short_digest, value
 
-_ROWS_PER_LIST = 12
+_ROWS_PER_LIST = 8
 _VALUE_WIDTH = 44
 
 
@@ -31,7 +32,7 @@ def text(d: PlanDiff, *, style: Style = PLAIN, width: int | None = 120, full: bo
     else:
         lines.append(style.bold(f"{_side(d, before=True)} -> {_side(d, before=False)}"))
         for consequence in LOUDEST_FIRST:
-            rows = _rows(d.of(consequence), full)
+            rows = _rows(d.of(consequence), full, _values)
             if consequence == "none":
                 if d.of("none"):
                     lines += ["", f"none: {MEANING['none']}", f"  {_explanations(d)}"]
@@ -44,8 +45,9 @@ def text(d: PlanDiff, *, style: Style = PLAIN, width: int | None = 120, full: bo
             lines += ["", "estimate", *deltas]
         lines += [f"  {style.red(note)}" for note in _fits(d)]
     if not d.same:
-        lines += ["", f"verdict: {_coloured(d.verdict, style)}", f"  {d.verdict.reason}"]
-        lines += [f"  but: {condition}" for condition in d.verdict.conditions]
+        lines += ["", f"verdict: {_coloured(d.verdict, style)}"]
+        for words in (d.verdict.reason, *(f"but {condition}" for condition in d.verdict.conditions)):
+            lines += textwrap.wrap(words, width or 120, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
 
 
@@ -55,9 +57,9 @@ def markdown(d: PlanDiff, *, full: bool = False) -> str:
         return "**No changes.**" + (f" Only explanations differ: {_explanations(d)}." if d.changes else "")
     lines = [f"### Plan {_code(_side(d, before=True))} → {_code(_side(d, before=False))}", ""]
     lines += [f"**A running job {_sentence(d.verdict)}**: {d.verdict.reason}."]
-    lines += [f"- but: {condition}" for condition in d.verdict.conditions]
+    lines += [f"- but {condition}" for condition in d.verdict.conditions]
     for consequence in LOUDEST_FIRST[:-1]:
-        rows = _rows(d.of(consequence), full, cells=_markdown_values)
+        rows = _rows(d.of(consequence), full, _markdown_values)
         if rows:
             lines += [
                 "",
@@ -112,26 +114,31 @@ def json_value(d: PlanDiff) -> dict[str, Any]:
 # ------------------------------------------------------------------ rows
 
 
-def _rows(changes: Sequence[Change], full: bool, cells: Any = None) -> list[_Row]:
-    """One row a change; layers that are no run but change alike share one; a note that repeats is said once."""
+def _rows(changes: Sequence[Change], full: bool, words: Callable[[Change], str]) -> list[_Row]:
+    """One row a change; layers that are no run but change alike share one; long lists are cut unless `full`.
+
+    A note that repeats is said once.
+    """
     merged: dict[object, list[Change]] = {}
     for index, change in enumerate(changes):
         merged.setdefault(layer_key(change) or index, []).append(change)
+    by_list: dict[object, list[list[Change]]] = {}
+    for index, group in enumerate(merged.values()):
+        by_list.setdefault(_list_of(group[0]) or index, []).append(group)
     rows: list[_Row] = []
-    shown: dict[str, int] = {}
-    note = ""
-    for group in merged.values():
-        first = group[0]
-        owner = first.pattern.rpartition(".*")[0] or first.pattern
-        shown[owner] = shown.get(owner, 0) + 1
-        if not full and shown[owner] > _ROWS_PER_LIST and owner != first.pattern:
-            continue
-        rows.append(_Row(_address(group), (cells or _values)(first), "" if first.note == note else first.note))
-        note = first.note
-    for owner, many in shown.items():
-        if not full and many > _ROWS_PER_LIST and any(change.pattern.startswith(f"{owner}.*") for change in changes):
-            rows.append(_Row(owner, f"... and {many - _ROWS_PER_LIST} more", ""))
-    return rows
+    for owner, groups in by_list.items():
+        for group in groups if full or len(groups) <= _ROWS_PER_LIST + 1 else groups[:_ROWS_PER_LIST]:
+            rows.append(_Row(_address(group), words(group[0]), group[0].note))
+        if not full and len(groups) > _ROWS_PER_LIST + 1:
+            rows.append(_Row(str(owner), f"... and {len(groups) - _ROWS_PER_LIST} more like these", ""))
+    notes = ["", *(row.note for row in rows)]
+    return [replace(row, note="") if row.note == before else row for row, before in zip(rows, notes, strict=False)]
+
+
+def _list_of(change: Change) -> str | None:
+    """The list of the plan that an entry, or a field of an entry, belongs to."""
+    owner, star, _ = change.pattern.partition(".*")
+    return owner if star else None
 
 
 def _address(group: Sequence[Change]) -> str:
@@ -158,11 +165,15 @@ def _list_change(change: Change) -> tuple[list[Any], list[Any]] | None:
     return (gone, new) if gone or new else None
 
 
+def _entry(change: Change, item: Any) -> str:
+    return layout(item) if change.pattern == "sharding.*" else value(item)
+
+
 def _values(change: Change) -> str:
     if change.kind == "added":
-        return f"+ {cut(value(change.after), _VALUE_WIDTH)}"
+        return f"+ {cut(_entry(change, change.after), _VALUE_WIDTH)}"
     if change.kind == "removed":
-        return f"- {cut(value(change.before), _VALUE_WIDTH)}"
+        return f"- {cut(_entry(change, change.before), _VALUE_WIDTH)}"
     lists = _list_change(change)
     if lists and (change.before and change.after):
         return cut(
@@ -173,9 +184,9 @@ def _values(change: Change) -> str:
 
 def _markdown_values(change: Change) -> str:
     if change.kind == "added":
-        return f"added {_code(value(change.after))}"
+        return f"added {_code(_entry(change, change.after))}"
     if change.kind == "removed":
-        return f"removed {_code(value(change.before))}"
+        return f"removed {_code(_entry(change, change.before))}"
     lists = _list_change(change)
     if lists and (change.before and change.after):
         parts = [*(f"removed {_code(value(x))}" for x in lists[0]), *(f"added {_code(value(x))}" for x in lists[1])]
@@ -203,10 +214,9 @@ def _side(d: PlanDiff, before: bool) -> str:
     return f"{side.name or 'plan'} {short_digest(side.digest)}"
 
 
-def _heading(consequence: str, style: Style) -> str:
+def _heading(consequence: Consequence, style: Style) -> str:
     colour = {"model": style.red, "numerics": style.red, "reshard": style.yellow}.get(consequence, style.bold)
-    words = next(meaning for name, meaning in MEANING.items() if name == consequence)
-    return f"{colour(consequence)}: {words}"
+    return f"{colour(consequence)}: {MEANING[consequence]}"
 
 
 def _coloured(verdict: Verdict, style: Style) -> str:

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: the decision record, or all that the plan says about one address. Nothing is computed anew."""
+"""Why a plan is as it is: the decision record, or all that the plan says about one address."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from itertools import islice
 from typing import Any
 
 from titan_planner.diff import Consequence, consequence_of, entry, keyed
 from titan_planner.ir.codec import encode
 from titan_planner.ir.errors import Complaint, PlanError
 from titan_planner.ir.fqn import fold, matches
+from titan_planner.ir.model import Block, Model
 from titan_planner.ir.parallel import AXES
 from titan_planner.ir.plan import Plan, Remark
 from titan_planner.ir.record import field_descriptors, field_types
 from titan_planner.render import values
 from titan_planner.render.asked import SPEC_ADDRESSES, Asked, asked
 from titan_planner.render.modules import Modules, policy_words, reshard_words
-from titan_planner.render.show import checkpointing_words, float8_words, stage_rows, weight_json, weight_row
-from titan_planner.render.tables import PLAIN, Style, table
+from titan_planner.render.show import (
+    MEMORY_PARTS,
+    checkpointing_words,
+    float8_words,
+    stage_rows,
+    weight_json,
+    weight_row,
+)
+from titan_planner.render.tables import PLAIN, Style, cut, pairs, table
 
-_KINDS = ("applied", "missed", "analysis")
+_VALUE_WIDTH = 32
+_DOC_ROOM = 40
+_TOLD_AS_FACTS = ("pipeline.stages.", "estimate.memory.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class Explanation:
     topics: tuple[Topic, ...]
     facts: tuple[tuple[str, str], ...]
     remarks: tuple[Remark, ...]
+    see_also: tuple[str, ...] = ()
 
 
 def explain(plan: Plan, address: str | None = None, *, style: Style = PLAIN, width: int = 100) -> str:
@@ -66,27 +78,44 @@ def explain(plan: Plan, address: str | None = None, *, style: Style = PLAIN, wid
     lines: list[str] = []
     if len(found.leaves) == 1 and found.leaves[0].address == found.address:
         lines += _leaf(found.leaves[0], style, width)
-    else:
-        title = style.bold(found.address)
-        lines += [] if found.topics and not found.leaves else [f"{title}  {found.doc}".rstrip()]
-        rows = [
-            (
-                leaf.address,
-                style.cyan(values.value(leaf.value)),
-                style.dim(_asked_words(leaf.asked)),
-                style.dim(leaf.doc),
-            )
-            for leaf in found.leaves
-        ]
-        lines += table(rows, width=width)
-    lines += table(found.facts, width=width)
+    elif found.leaves or not found.topics:
+        lines.append(style.bold(found.address))
+        lines += textwrap.wrap(found.doc, width, initial_indent="  ", subsequent_indent="  ")
+        told = [leaf for leaf in found.leaves if not leaf.address.startswith(_TOLD_AS_FACTS)]
+        lines += [""] * bool(told) + _leaf_rows(told, found.address, style, width)
+        lines += [""] * bool(found.facts)
+    lines += pairs(found.facts, width=width)
     for topic in found.topics:
-        lines += [style.bold(topic.title), *table(topic.facts, width=width), *table(topic.rows, indent=4, width=width)]
+        lines += [style.bold(topic.title), *pairs(topic.facts, width=width), *table(topic.rows, indent=4, width=width)]
     if found.remarks:
         lines += ["", style.bold("remarks"), *_remarks(found.remarks, style, width, by=True)]
     else:
         lines += ["", style.dim("no pass remarked on it")]
+    if found.see_also:
+        lines += ["", f"see also: {', '.join(found.see_also)}"]
     return "\n".join(lines)
+
+
+def _leaf_rows(leaves: Sequence[Leaf], section: str, style: Style, width: int) -> list[str]:
+    """Name within the section, value, how it was asked for, and meaning where there is room for it."""
+    shown = []
+    for leaf in leaves:
+        placed = leaf.address.startswith("sharding.") and isinstance(leaf.value, dict)
+        words = values.layout(leaf.value) if placed else values.value(leaf.value)
+        shown.append(
+            (leaf.address.removeprefix(f"{section}."), words if not leaf.doc else cut(words, _VALUE_WIDTH), leaf)
+        )
+    aligned = [(name, words) for name, words, leaf in shown if leaf.doc]
+    taken = max((len(name) for name, _ in aligned), default=0) + max((len(words) for _, words in aligned), default=0)
+    roomy = width - taken >= _DOC_ROOM
+    rows: list[tuple[str, ...]] = []
+    for name, words, leaf in shown:
+        if not leaf.doc:
+            rows.append((name, style.cyan(words)))
+            continue
+        how = style.dim(leaf.asked.how if leaf.asked else "")
+        rows.append((name, style.cyan(words), how, *([style.dim(leaf.doc)] * roomy)))
+    return table(rows, width=width)
 
 
 def explain_json(plan: Plan, address: str | None = None) -> dict[str, Any]:
@@ -115,20 +144,30 @@ def explain_json(plan: Plan, address: str | None = None) -> dict[str, Any]:
             for topic in found.topics
         ],
         "remarks": [encode(remark) for remark in found.remarks],
+        "see_also": list(found.see_also),
     }
 
 
 def explanation(plan: Plan, address: str) -> Explanation:
     """Everything at `address`: a value or section of the plan, a module or selector, or what only remarks speak of."""
+    entry_of = re.match(r"layers\[(\d+)\]", address.strip())
+    if entry_of and int(entry_of[1]) < len(plan.layers):
+        # A position, as complaints about a plan's file count: the embedding is entry 0.
+        address = plan.layers[int(entry_of[1])].fqn + address.strip()[entry_of.end() :]
     wanted = _normal(address)
     modules = Modules(plan)
+    if not wanted:
+        raise PlanError(Complaint("the address is empty", address, hint=_ADDRESS_HINT))
     field = re.fullmatch(r"(.+)\.(stage|checkpoint|fqn)", wanted)
-    stem = wanted.removesuffix(".weight") if wanted != "sharding.weight" else wanted
+    stem = wanted.removesuffix(".weight")
     named = [name for name in modules.names if matches(stem, name)]
     if stem == "layers":
         named = [name for name in modules.layers if name.startswith("layers.")]
     if named:
-        return Explanation(stem, "", (), tuple(_topics(modules, named)), (), _about(plan, stem))
+        remarks = _about(plan, stem)
+        return Explanation(
+            stem, "", (), tuple(_topics(modules, named)), (), remarks, _see_also(modules, named, remarks)
+        )
     if field and (tops := [name for name in modules.layers if matches(field[1], name) or field[1] == "layers"]):
         return Explanation(
             wanted, "", tuple(_layer_leaves(plan, modules, tops, field[2])), (), (), _about(plan, wanted)
@@ -151,36 +190,45 @@ def explanation(plan: Plan, address: str) -> Explanation:
 
 
 def _normal(address: str) -> str:
-    """`lm_head` as `output`, `layers[3].stage` as `layers.3.stage`, and TorchTitan's newer names as ours."""
+    """`lm_head` as `output`, `fsdp.units[3]` as `fsdp.units.3`, and TorchTitan's newer names as ours."""
     address = re.sub(r"\[(\d+)\]", r".\1", address.strip())
     address = re.sub(r"^lm_head(?=\.|$)", "output", address)
     return re.sub(r"\.attention\.qkv_linear\.(w[qkv])(?=\.|$)", r".attention.\1", address)
 
 
 def _find(plan: Plan, address: str) -> tuple[Any, str, str] | None:
-    """The value at `address` with its address in the Plan type and its doc."""
+    """The value at `address` with its address in the Plan type and its doc.
+
+    `model.layers` is the number of blocks and `model.layers.3-5` the block that stands there, as a diff calls them.
+    """
     value: Any = plan
     pattern, doc, rest = "", "", address
     while rest:
+        if isinstance(value, Model) and rest.partition(".")[0] == "layers":
+            if rest == "layers":
+                return value.num_layers, "model.blocks.*.repeat", "Number of transformer blocks."
+            number, _, rest = rest.removeprefix("layers.").partition(".")
+            first = number.partition("-")[0]
+            if not first.isdecimal() or int(first) >= value.num_layers:
+                return None
+            value = next(islice(value.layers(), int(first), None))
+            pattern, doc = "model.blocks.*.block", _first_line(Block)
+            continue
         if is_dataclass(value):
             name, _, rest = rest.partition(".")
             if name not in field_types(type(value)):
                 return None
             label = field_descriptors(type(value)).get(name)
             value = getattr(value, name)
-            doc = (
-                label.doc
-                if label
-                else (type(value).__doc__ or "").strip().splitlines()[0]
-                if is_dataclass(value)
-                else ""
-            )
+            doc = label.doc if label else _first_line(type(value))
             pattern = f"{pattern}.{name}" if pattern else name
             continue
         if isinstance(value, Mapping):
             entries: Mapping[str, Any] = value
         elif isinstance(value, tuple) and any(is_dataclass(item) for item in value):
-            entries = {**{str(i): item for i, item in enumerate(value)}, **keyed(value, pattern)}
+            # `layers.3` is the block of that number, which is not the third entry of the list.
+            positions = {} if pattern == "layers" else {str(i): item for i, item in enumerate(value)}
+            entries = {**positions, **keyed(value, pattern)}
         else:
             return None
         key = max((k for k in entries if rest == k or rest.startswith(f"{k}.")), key=len, default=None)
@@ -188,16 +236,19 @@ def _find(plan: Plan, address: str) -> tuple[Any, str, str] | None:
             return None
         value, rest, pattern = entries[key], rest[len(key) + 1 :], f"{pattern}.*"
         if is_dataclass(value):
-            doc = (type(value).__doc__ or "").strip().splitlines()[0]
+            doc = _first_line(type(value))
     return value, pattern, doc
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
 def _spec_address(address: str) -> str | None:
     """Where the plan decides what the spec calls `address`."""
     address = address.removeprefix("request.")
     if address in SPEC_ADDRESSES:
-        found = SPEC_ADDRESSES[address]
-        return found.removesuffix(".*.checkpoint") if "*" in found else found
+        return SPEC_ADDRESSES[address]
     head, dot, tail = address.partition(".")
     return f"{SPEC_ADDRESSES[head]}.{tail}" if dot and head in SPEC_ADDRESSES else None
 
@@ -252,28 +303,31 @@ def _about(plan: Plan, address: str) -> tuple[Remark, ...]:
     return tuple(remark for remark in plan.remarks if related(address, remark.address))
 
 
+_ADDRESS_HINT = "an address is a module (`layers.0.attention.wk`), a section (`mesh`) or a value (`optimizer.lr`)"
+
+
 def _unknown(plan: Plan, modules: Modules, given: str, wanted: str) -> Complaint:
     layer = re.match(r"layers\.(\d+)(?:\.|$)", wanted)
     last = plan.model.num_layers - 1
     if layer and int(layer[1]) > last:
-        return Complaint(
-            f"`{given}` is not in the plan: the model has the layers 0 to {last}",
-            given,
-            hint=f"ask for `layers.{last}{wanted[layer.end(1) :]}`",
-        )
+        message = f"`{given}` is not in the plan: the model has the layers 0 to {last}"
+        rest = wanted[layer.end(1) :]
+        return Complaint(message, given, hint=f"ask for `layers.{last}{rest}`")
     # Layers are alike in their names, so those of the layer asked about are enough.
     number = layer[1] if layer else "0"
     pool = [name for name in modules.names if not name.startswith("layers.") or name.split(".")[1] == number]
     pool += [*_addresses(plan, "", "")]
-    tail = wanted.rpartition(".")[2]
+    parent, _, tail = wanted.rpartition(".")
     same_tail = [address for address in pool if address.endswith(f".{tail}")]
-    close = difflib.get_close_matches(wanted, pool, 3, 0.7)
+    close = difflib.get_close_matches(wanted, pool, 3, 0.8)
     suggestions = list(dict.fromkeys([*same_tail, *close]))[:3]
-    hint = (
-        f"did you mean {' or '.join(f'`{name}`' for name in suggestions)}?"
-        if suggestions
-        else "an address is a module (`layers.0.attention.wk`), a section (`mesh`) or a value (`optimizer.lr`)"
-    )
+    owner = _find(plan, parent) if parent else None
+    if suggestions:
+        hint = f"did you mean {' or '.join(f'`{name}`' for name in suggestions)}?"
+    elif owner is not None and is_dataclass(owner[0]):
+        hint = f"`{parent}` has {', '.join(field_types(type(owner[0])))}"
+    else:
+        hint = _ADDRESS_HINT
     return Complaint(f"`{given}` is neither a module nor a value of the plan", given, hint=hint)
 
 
@@ -295,61 +349,87 @@ def _addresses(value: Any, address: str, pattern: str) -> Iterator[str]:
 
 
 def _topics(modules: Modules, named: Sequence[str]) -> Iterator[Topic]:
-    """The modules in `named`, those with equal facts together."""
+    """The modules in `named`, those that differ in nothing but their stage together."""
     alike: dict[object, tuple[list[str], Topic]] = {}
     for name in named:
         topic = _topic(modules, name)
-        key = (topic.facts, topic.rows)
-        alike.setdefault(key, ([], topic))[0].append(name)
+        alike.setdefault((topic.facts, topic.rows), ([], topic))[0].append(name)
     for names, topic in alike.values():
-        kind = ""
-        if names[0] in modules.linears:
-            rows, columns = modules.linears[names[0]]
-            kind = f"  linear {columns} -> {rows}"
-        yield Topic(f"{', '.join(fold(names))}{kind}", topic.facts, topic.weights, topic.rows)
+        rows, columns = modules.linears.get(names[0], (0, 0))
+        kind = f"  linear {columns} -> {rows}" if rows else ""
+        stage = _stage_facts(modules, names)
+        each = " each" * (len(names) > 1)
+        facts = [(label, words + each * (label == "parameters")) for label, words in topic.facts]
+        yield Topic(f"{', '.join(fold(names))}{kind}", (*stage, *facts), topic.weights, topic.rows)
+
+
+def _stage_facts(modules: Modules, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The pipeline stages that hold the modules `names`, and their ranks."""
+    plan = modules.plan
+    if plan.mesh.pp == 1:
+        return ()
+    stages = sorted({layer.stage for name in names if (layer := modules.layer(name)) is not None})
+    ranks = sorted({plan.pipeline.stages[stage].pp_rank for stage in stages})
+    many = "s" * (len(ranks) > 1)
+    where = f"{values.numbers(stages)}, on pipeline rank{many} {values.numbers(ranks)}"
+    return (("stages" if len(stages) > 1 else "stage", where),)
+
+
+def _see_also(modules: Modules, named: Sequence[str], shown: Sequence[Remark]) -> tuple[str, ...]:
+    """Sections that decide about the modules `named`, where a pass has remarked on them."""
+    sections = {
+        "activation_checkpoint": any(name.startswith("layers.") for name in named),
+        "float8": any(name in modules.linears for name in named),
+        "pipeline": modules.plan.mesh.pp > 1,
+        "mesh.tp": any(name in modules.sharding for name in named),
+        "fsdp": True,
+    }
+    others = [remark for remark in modules.plan.remarks if remark not in shown]
+    return tuple(
+        section
+        for section, concerned in sections.items()
+        if concerned and any(related(section, remark.address) for remark in others)
+    )
 
 
 def _topic(modules: Modules, fqn: str) -> Topic:
     plan = modules.plan
-    facts: list[tuple[str, str]] = []
-    layer, unit, policy = modules.layer(fqn), modules.unit(fqn), modules.policy(fqn)
     owned = modules.weights(fqn)
+    found = [modules.weight(parameter, parameter.fqn[len(fqn) + 1 :]) for parameter in owned]
+    rows = [weight_row(plan, weight) for weight in found]
+    facts: list[tuple[str, str]] = []
     if owned:
         facts.append(("parameters", values.count(sum(parameter.numel for parameter in owned))))
     elif fqn == "output":
         facts.append(("parameters", "none of its own: tied to tok_embeddings"))
-    if layer is not None and plan.mesh.pp > 1:
-        rank = plan.pipeline.stages[layer.stage].pp_rank
-        facts.append(("stage", f"{layer.stage}, on pipeline rank {rank}"))
-    for row in modules.sharding.get(fqn, ()):
-        parts = [f"weight {entry.weight}"] if entry.weight else []
-        for side, arrives, needed in (
-            ("input", entry.input, entry.input_needed),
-            ("output", entry.output, entry.output_needed),
-        ):
-            if arrives is not None:
-                parts.append(f"{side} {arrives}" + (f" -> {needed}" if needed not in (None, arrives) else ""))
-        facts.append((entry.axis, ", ".join(parts)))
-    if plan.fsdp.strategy == "fsdp" and plan.mesh.fsdp > 1:
-        if unit is None:
-            facts.append(("fsdp", f"root unit, sharded over {plan.mesh.fsdp} ranks"))
-        else:
-            facts.append(("fsdp", f"unit {'+'.join(unit.modules)} over {plan.mesh.fsdp} ranks, "
-                          f"{reshard_words(unit.reshard_after_forward)}"))  # fmt: skip
-    if policy is not None and fqn.startswith("layers."):
-        facts.append(("checkpoint", f"{policy.name}: {policy_words(policy)}"))
-        how = asked(plan, "layers.*.checkpoint")
-        if how is not None:
-            facts.append(("", _asked_words(how)))
-    status = modules.float8(fqn)
-    if status is not None:
-        facts.append(("float8", _float8_fact(plan, status.converted, status.reason)))
-    found = [modules.weight(parameter, parameter.fqn[len(fqn) + 1 :] or "weight") for parameter in owned]
-    rows = [weight_row(plan, weight) for weight in found]
     if len(owned) == 1 and owned[0].module == fqn:
-        facts.insert(1, ("weight", " ".join(rows[0][1:4]) + " on a rank" + (f"  {rows[0][4]}" if rows[0][4] else "")))
-        rows = []
+        _, shape, arrow, local, placements, _ = rows.pop()
+        facts.append(("weight", f"{shape} {arrow} {local} on a rank  {placements}".rstrip()))
+    facts += [*_shared_facts(modules, fqn), *_block_facts(modules, fqn)]
     return Topic(fqn, tuple(facts), tuple(weight_json(weight) for weight in found), tuple(rows))
+
+
+def _shared_facts(modules: Modules, fqn: str) -> Iterator[tuple[str, str]]:
+    """How ranks share a module: its layouts on the axes, and its FSDP unit."""
+    plan = modules.plan
+    unit = modules.unit(fqn)
+    for row in modules.sharding.get(fqn, ()):
+        yield row.axis, values.layout(encode(row))
+    if plan.fsdp.strategy == "ddp":
+        yield "ddp", f"replicated on {plan.mesh.dp} ranks"
+    elif plan.mesh.fsdp > 1:
+        freed = f"unit {'+'.join(unit.modules)}, {reshard_words(unit.reshard_after_forward)}" if unit else "root unit"
+        yield "fsdp", f"{freed}, sharded over {plan.mesh.fsdp} ranks"
+
+
+def _block_facts(modules: Modules, fqn: str) -> Iterator[tuple[str, str]]:
+    """How a rank computes a module: what it recomputes, and whether in Float8."""
+    policy, status = modules.policy(fqn), modules.float8(fqn)
+    if policy is not None and fqn.startswith("layers."):
+        how = _asked_words(asked(modules.plan, "layers.*.checkpoint"))
+        yield "checkpoint", f"{policy.name}: {policy_words(policy)}" + (f"; asked: {how}" if how else "")
+    if status is not None:
+        yield "float8", _float8_fact(modules.plan, status.converted, status.reason)
 
 
 def _float8_fact(plan: Plan, converted: bool, reason: str | None) -> str:
@@ -383,43 +463,39 @@ def _facts(plan: Plan, modules: Modules, address: str) -> Iterator[tuple[str, st
     section, _, name = address.partition(".")
     match section:
         case "mesh":
-            for axis in AXES:
-                if name in ("", axis) and plan.mesh.degree(axis) > 1:
-                    yield f"ranks of {axis}", _axis_ranks(plan, axis)
+            yield from ((f"ranks of {axis}", _axis_ranks(plan, axis)) for axis in AXES
+                        if name in ("", axis) and plan.mesh.degree(axis) > 1)  # fmt: skip
             if name in ("", "tp") and plan.sharding:
-                yield (
-                    "tp shards",
-                    ", ".join(entry.module for entry in plan.sharding if entry.weight and entry.weight != "R"),
-                )
+                cut = [row.module for row in plan.sharding if row.weight not in (None, "R")]
+                yield "tp shards", ", ".join(cut)
         case "batch":
-            batch = plan.batch
-            yield (
-                "global",
-                (
-                    f"{batch.local_batch_size} local x {plan.mesh.dp} data-parallel ranks x {batch.accumulation_steps} "
-                    f"accumulation steps = {batch.global_batch_size} sequences, {values.count(batch.tokens_per_step)} tokens"
-                ),
-            )
-            if plan.mesh.pp > 1:
-                yield (
-                    "pipeline",
-                    f"{plan.pipeline.microbatches} microbatches of {batch.microbatch_size} = {batch.local_batch_size} local",
-                )
+            yield from _batch_facts(plan)
         case "pipeline":
             yield from ((f"stage {row[0]}", f"rank {row[1]}: {row[2]}") for row in stage_rows(plan)[1:]
                         if name in ("", "stages", f"stages.{row[0]}"))  # fmt: skip
         case "activation_checkpoint":
             yield "layers", checkpointing_words(plan)
-            for policy in plan.activation_checkpoint.policies:
-                yield policy.name, policy_words(policy)
+            yield from ((policy.name, policy_words(policy)) for policy in plan.activation_checkpoint.policies)
         case "float8":
             yield "linears", float8_words(plan, modules)
         case "estimate" if plan.estimate is not None:
-            peak = values.quantity("_gib", plan.estimate.peak_memory_gib)
+            peak, available = plan.estimate.peak_memory_gib, plan.estimate.memory_available_gib
             fits = "fits" if plan.estimate.fits else "does NOT fit"
-            yield "peak memory", f"{peak} of {values.quantity('_gib', plan.estimate.memory_available_gib)}: {fits}"
+            yield "peak memory", f"{peak:.2f} of {available:.2f} GiB: {fits}"
             for memory in plan.estimate.memory:
-                yield f"stage {memory.stage}", f"{memory.total_gib:.2f} GiB"
+                parts = [(word, getattr(memory, part)) for part, word in MEMORY_PARTS.items()]
+                words = ", ".join(f"{word} {size:.2f}" for word, size in parts if size)
+                yield f"stage {memory.stage}", words
+
+
+def _batch_facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    batch, micro = plan.batch, plan.pipeline.microbatches
+    steps = f"{batch.accumulation_steps} accumulation steps"
+    product = f"{batch.local_batch_size} local x {plan.mesh.dp} data-parallel ranks x {steps}"
+    yield "global", f"{product} = {batch.global_batch_size} sequences"
+    yield "tokens", f"{batch.tokens_per_step:,} a step"
+    if plan.mesh.pp > 1:
+        yield "pipeline", f"{micro} microbatches of {batch.microbatch_size} = {batch.local_batch_size} local"
 
 
 def _axis_ranks(plan: Plan, axis: str) -> str:
@@ -446,16 +522,18 @@ def _leaf(leaf: Leaf, style: Style, width: int) -> list[str]:
     if leaf.asked is not None:
         rows.append(("asked", _asked_words(leaf.asked)))
     if leaf.consequence is not None:
-        rows.append(("changing it", _consequence_words(leaf)))
-    return [*lines, *table(rows, width=width)]
+        rows.append(("changing it", _EFFECT[leaf.consequence]))
+    return [*lines, *pairs(rows, width=width)]
 
 
-def _consequence_words(leaf: Leaf) -> str:
-    words = {"model": "makes checkpoints incompatible", "numerics": "changes numerics", "reshard": "reshards checkpoints",
-             "speed": "changes speed or memory only", "job": "changes what the run does, not what it trains",
-             "none": "changes nothing that runs"}  # fmt: skip
-    assert leaf.consequence is not None
-    return words[leaf.consequence]
+_EFFECT: Mapping[Consequence, str] = {
+    "model": "makes checkpoints incompatible",
+    "numerics": "changes numerics",
+    "reshard": "reshards checkpoints",
+    "speed": "changes speed or memory only",
+    "job": "changes what the run does, not what it trains",
+    "none": "changes nothing that runs",
+}
 
 
 def _asked_words(found: Asked | None) -> str:

@@ -178,14 +178,19 @@ def policy_words(policy: CheckpointPolicy) -> str:
         case "full":
             return "keeps the block's input, recomputes the rest"
         case "selective":
-            ops = ", ".join(op.removeprefix("aten.").removesuffix(".default") for op in policy.save_ops)
-            second = ", of matmuls every other one" if policy.recompute_every_second_matmul else ""
-            forced = (
-                f"; always recomputes {', '.join(policy.force_recompute_fqns)}" if policy.force_recompute_fqns else ""
-            )
-            return f"keeps the outputs of {ops or 'no op'}{second}{forced}"
+            kept = ", ".join(dict.fromkeys(_op_word(op, policy) for op in policy.save_ops)) or "nothing"
+            forced = ", ".join(policy.force_recompute_fqns)
+            return f"keeps {kept}" + (f"; always recomputes {forced}" if forced else "")
         case "memory_budget":
             return f"torch.compile keeps what fits a budget of {policy.memory_budget:g} (0 full, 1 none)"
+
+
+def _op_word(op: str, policy: CheckpointPolicy) -> str:
+    """`aten.mm.default` as `mm`; the kernels of attention, of which one runs, are one word."""
+    word = op.removeprefix("aten.").removeprefix("_c10d_functional.").removesuffix(".default")
+    if word.startswith("_scaled_dot_product"):
+        return "attention"
+    return "every other mm" if word == "mm" and policy.recompute_every_second_matmul else word
 
 
 def reshard_words(reshard: bool | int) -> str:

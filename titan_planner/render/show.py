@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from titan_planner.ir.codec import digest, encode
 from titan_planner.ir.fqn import fold
 from titan_planner.ir.inventory import num_params
+from titan_planner.ir.parallel import AXES
 from titan_planner.ir.plan import Plan, StageMemory
 from titan_planner.render import values
 from titan_planner.render.asked import summary
 from titan_planner.render.modules import Group, Modules, Weight, policy_words, reshard_words
 from titan_planner.render.tables import PLAIN, Style, cut, table
 
-MEMORY_PARTS = ("parameters_gib", "gradients_gib", "optimizer_gib", "unsharded_gib", "activations_gib", "logits_gib")
+MEMORY_PARTS = {
+    "parameters_gib": "weights",
+    "gradients_gib": "grads",
+    "optimizer_gib": "optim",
+    "unsharded_gib": "gathered",
+    "activations_gib": "activ",
+    "logits_gib": "logits",
+    "total_gib": "total",
+}
+"""Field of `StageMemory` -> head of its column."""
 
 
 def show(plan: Plan, width: int = 100, *, style: Style = PLAIN) -> str:
@@ -27,15 +36,16 @@ def show(plan: Plan, width: int = 100, *, style: Style = PLAIN) -> str:
         lines += textwrap.wrap(plan.description, width, initial_indent="  ", subsequent_indent="  ")
     lines += table(_header(plan), width=width)
     lines += ["", style.bold("decisions")]
-    lines += table([(n, v, style.dim(a)) for n, v, a in _fitted(decisions(plan, modules), width)], width=width)
+    lines += table([(n, v, style.dim(a)) if a else (n, v) for n, v, a in decisions(plan, modules)], width=width, flex=1)
     lines += ["", style.bold("modules") + "  global shape -> largest shape on a rank"]
     for group in modules.groups():
         lines += _group(plan, group, style, width)
     if plan.float8.skipped:
         kept = [(skipped.module, skipped.reason) for skipped in plan.float8.skipped]
         lines += ["", style.bold("kept in high precision"), *table(kept, width=width)]
-    lines += ["", style.bold("stages") + ("  memory of the fullest rank in GiB" if plan.estimate else "")]
-    lines += table(stage_rows(plan), right=range(3, 10), width=width)
+    where = " at its first stage" if len(plan.pipeline.stages) > plan.mesh.pp else ""
+    lines += ["", style.bold("stages") + (f"  memory of a rank{where}, in GiB" if plan.estimate else "")]
+    lines += table(stage_rows(plan), right=range(3, 10), width=width, flex=2)
     lines += ["", style.bold("estimate"), *_estimate(plan, style, width)]
     counts = Counter(remark.kind for remark in plan.remarks)
     told = ", ".join(f"{counts[kind]} {kind}" for kind in ("applied", "missed", "analysis"))
@@ -111,73 +121,110 @@ def weight_json(weight: Weight) -> dict[str, Any]:
 
 def _header(plan: Plan) -> list[tuple[str, str]]:
     model, cluster, batch = plan.model, plan.cluster, plan.batch
+    size = f"{values.count(num_params(model))} parameters" + (", tied" if model.tied else "")
     gpus = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name} = {cluster.num_gpus} GPUs"
     between = f", {cluster.inter_node.name} between nodes" if cluster.nodes > 1 else ""
+    tokens = values.count(batch.tokens_per_step)
     return [
-        ("model", f"{model.family} {model.flavor}: {model.num_layers} layers of width {model.dim}, "
-         f"{values.count(num_params(model))} parameters" + (", tied" if model.tied else "")),
+        ("model", f"{model.family} {model.flavor}: {model.num_layers} layers of width {model.dim}, {size}"),
         ("cluster", f"{gpus}, {cluster.intra_node.name} inside{between}"),
         ("mesh", values.mesh(plan.mesh)),
-        ("batch", f"{batch.global_batch_size} x {batch.seq_len} = {values.count(batch.tokens_per_step)} tokens a step"),
-    ]  # fmt: skip
+        ("batch", f"{batch.global_batch_size} x {batch.seq_len} = {tokens} tokens a step"),
+    ]
 
 
 def decisions(plan: Plan, modules: Modules) -> list[tuple[str, str, str]]:
     """Every decision in one line: its name, what was decided, and whether it was pinned or left to the planner."""
-    mesh, batch, pipe, fsdp = plan.mesh, plan.batch, plan.pipeline, plan.fsdp
-    tensor, compile_, loss, opt, lr = plan.tensor_parallel, plan.compile, plan.loss, plan.optimizer, plan.lr_schedule
-    rows: list[tuple[str, str, tuple[str, ...]]] = [
-        ("mesh", values.mesh(mesh), tuple(f"mesh.{axis}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))),
-        ("batch", f"{batch.local_batch_size} local x {mesh.dp} data-parallel x {batch.accumulation_steps} accumulation "
-         f"= {batch.global_batch_size}", ("batch.local_batch_size", "batch.global_batch_size")),
-    ]  # fmt: skip
-    if mesh.pp > 1:
-        each = f" ({pipe.stages_per_rank} a rank)" if pipe.stages_per_rank > 1 else ""
-        own = "own actions" if pipe.actions else pipe.schedule or "no schedule"
-        rows.append(("pipeline", f"{own}, {len(pipe.stages)} stages{each}, {pipe.microbatches} microbatches of "
-                     f"{batch.microbatch_size}", ("pipeline.schedule", "pipeline.stages", "batch.microbatch_size")))  # fmt: skip
-    rows.append(("data parallel", _data_parallel(plan), ("fsdp.strategy", "fsdp.units", "fsdp.defer_gradient_sync")))
-    if mesh.tp > 1:
-        words = [
-            "sequence parallel" if tensor.sequence_parallel else "no sequence parallel",
-            "loss parallel" if tensor.loss_parallel else "logits gathered",
-            *(["async"] if tensor.async_tp else []),
-            *([f"each KV head on {tensor.kv_replicas} ranks"] if tensor.kv_replicas > 1 else []),
-        ]
-        rows.append(("tensor parallel", ", ".join(words),
-                     ("tensor_parallel.sequence_parallel", "tensor_parallel.loss_parallel", "tensor_parallel.async_tp")))  # fmt: skip
-    if mesh.cp > 1:
-        context = plan.context_parallel
-        rows.append(("context parallel", f"{context.method}, balanced by {context.load_balance}",
-                     ("context_parallel.method", "context_parallel.load_balance")))  # fmt: skip
-    if mesh.ep > 1:
-        experts = plan.expert_parallel
-        capacity = "drops no token" if experts.capacity_factor is None else f"capacity {experts.capacity_factor:g}"
-        rows.append(("expert parallel", f"{experts.comm_backend}, {capacity}", ("mesh.ep", "mesh.etp")))
-    rows += [
-        ("checkpointing", checkpointing_words(plan), ("layers.*.checkpoint",)),
-        ("float8", float8_words(plan, modules), ("float8.recipe",)),
-        ("compile", f"{' and '.join(compile_.components)} with {compile_.backend}" if compile_.enable else "off",
-         ("compile.enable",)),
-        ("precision", f"weights {plan.dtype}, compute {fsdp.param_dtype}, gradients reduced in {fsdp.reduce_dtype}", ()),
-        ("loss", f"cross-entropy in {loss.chunks} chunk{'s' * (loss.chunks > 1)}"
-         + (f", z-loss {loss.z_loss:g}" if loss.z_loss else ""), ("loss.chunks",)),
-        ("optimizer", f"{opt.name} lr {opt.lr:g}, betas {opt.beta1:g} {opt.beta2:g}, decay {opt.weight_decay:g}, "
-         f"clip {opt.max_norm:g}, {opt.implementation}, {opt.state_dtype} moments"
-         + (f", {len(opt.param_groups)} groups" if opt.param_groups else ""), ()),
-        ("lr schedule", f"{lr.warmup_steps} warmup, {lr.total_steps - lr.warmup_steps - lr.decay_steps} stable, "
-         f"{lr.decay_steps} {lr.decay_type} decay to {lr.min_lr_factor:g}", ()),
-        ("data", " ".join(x for x in (plan.data.source, plan.data.dataset, plan.data.path) if x), ()),
-        ("run", f"{plan.job.steps} steps, seed {plan.seeds.seed}, {_saves(plan)}", ()),
-    ]  # fmt: skip
-    return [(name, text, summary(plan, patterns)) for name, text, patterns in rows]
+    mesh = plan.mesh
+    # Name, words, and the addresses whose pins are told; axes of degree 1 have nothing to say.
+    rows: tuple[tuple[str, str, list[str]], ...] = (
+        ("mesh", values.mesh(mesh), [f"mesh.{axis}" for axis in AXES]),
+        ("batch", _batch(plan), ["batch.local_batch_size", "batch.global_batch_size"]),
+        ("pipeline", _pipeline(plan), ["pipeline.schedule", "pipeline.stages", "batch.microbatch_size"]),
+        ("data parallel", _data_parallel(plan), ["fsdp.strategy", "fsdp.units", "fsdp.defer_gradient_sync"]),
+        ("tensor parallel", _tensor_parallel(plan), [f"tensor_parallel.{option}" for option in _TP_OPTIONS]),
+        ("context parallel", _context_parallel(plan), ["context_parallel.method", "context_parallel.load_balance"]),
+        ("expert parallel", _expert_parallel(plan), ["mesh.ep", "mesh.etp"]),
+        ("checkpointing", checkpointing_words(plan), ["layers.*.checkpoint"]),
+        ("float8", float8_words(plan, modules), ["float8.recipe"]),
+        ("compile", _compile(plan), ["compile.enable"]),
+        ("loss", _loss(plan), ["loss.chunks"]),
+        ("precision", _precision(plan), []),
+        ("optimizer", _optimizer(plan), []),
+        ("lr schedule", _lr_schedule(plan), []),
+        ("data", " ".join(part for part in (plan.data.source, plan.data.dataset, plan.data.path) if part), []),
+        ("run", f"{plan.job.steps} steps, seed {plan.seeds.seed}, {_saves(plan)}", []),
+    )
+    return [(name, words, summary(plan, addresses)) for name, words, addresses in rows if words]
 
 
-def _fitted(rows: Sequence[tuple[str, str, str]], width: int) -> Iterator[tuple[str, str, str]]:
-    """Rows whose middle column is cut so that the last one is still seen."""
-    room = width - 6 - max(len(row[0]) for row in rows) - max(len(row[2]) for row in rows)
-    for name, text, note in rows:
-        yield name, cut(text, max(20, room if note else width - 4 - max(len(row[0]) for row in rows))), note
+_TP_OPTIONS = ("sequence_parallel", "loss_parallel", "async_tp")
+
+
+def _batch(plan: Plan) -> str:
+    batch, dp = plan.batch, plan.mesh.dp
+    factors = f"{batch.local_batch_size} local x {dp} data-parallel x {batch.accumulation_steps} accumulation"
+    return f"{factors} = {batch.global_batch_size}"
+
+
+def _pipeline(plan: Plan) -> str:
+    pipe = plan.pipeline
+    if plan.mesh.pp == 1:
+        return ""
+    name = "own actions" if pipe.actions else pipe.schedule or "no schedule"
+    each = f" ({pipe.stages_per_rank} a rank)" if pipe.stages_per_rank > 1 else ""
+    return f"{name}, {len(pipe.stages)} stages{each}, {pipe.microbatches} microbatches of {plan.batch.microbatch_size}"
+
+
+def _tensor_parallel(plan: Plan) -> str:
+    tensor = plan.tensor_parallel
+    if plan.mesh.tp == 1:
+        return ""
+    words = [
+        "sequence parallel" if tensor.sequence_parallel else "no sequence parallel",
+        "loss parallel" if tensor.loss_parallel else "logits gathered",
+        "async" if tensor.async_tp else "",
+        f"each KV head on {tensor.kv_replicas} ranks" if tensor.kv_replicas > 1 else "",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _context_parallel(plan: Plan) -> str:
+    context = plan.context_parallel
+    return f"{context.method}, balanced by {context.load_balance}" if plan.mesh.cp > 1 else ""
+
+
+def _expert_parallel(plan: Plan) -> str:
+    experts = plan.expert_parallel
+    capacity = "drops no token" if experts.capacity_factor is None else f"capacity {experts.capacity_factor:g}"
+    return f"{experts.comm_backend}, {capacity}" if plan.mesh.ep > 1 else ""
+
+
+def _compile(plan: Plan) -> str:
+    return f"{' and '.join(plan.compile.components)} with {plan.compile.backend}" if plan.compile.enable else "off"
+
+
+def _loss(plan: Plan) -> str:
+    chunks = f"cross-entropy in {plan.loss.chunks} chunk{'s' * (plan.loss.chunks > 1)}"
+    return chunks + (f", z-loss {plan.loss.z_loss:g}" if plan.loss.z_loss else "")
+
+
+def _precision(plan: Plan) -> str:
+    fsdp = plan.fsdp
+    return f"weights {plan.dtype}, compute {fsdp.param_dtype}, gradients reduced in {fsdp.reduce_dtype}"
+
+
+def _optimizer(plan: Plan) -> str:
+    opt = plan.optimizer
+    values_ = f"lr {opt.lr:g}, betas {opt.beta1:g} {opt.beta2:g}, decay {opt.weight_decay:g}, clip {opt.max_norm:g}"
+    groups = f", {len(opt.param_groups)} groups" if opt.param_groups else ""
+    return f"{opt.name} {values_}, {opt.implementation}, {opt.state_dtype} moments{groups}"
+
+
+def _lr_schedule(plan: Plan) -> str:
+    lr = plan.lr_schedule
+    stable = lr.total_steps - lr.warmup_steps - lr.decay_steps
+    return f"{lr.warmup_steps} warmup, {stable} stable, {lr.decay_steps} {lr.decay_type} decay to {lr.min_lr_factor:g}"
 
 
 def _data_parallel(plan: Plan) -> str:
@@ -186,19 +233,18 @@ def _data_parallel(plan: Plan) -> str:
         return "one rank holds all"
     if fsdp.strategy == "ddp":
         return f"DDP over {mesh.dp} ranks"
-    kinds = Counter(reshard_words(unit.reshard_after_forward) for unit in fsdp.units)
-    main = max(kinds, key=lambda kind: (kinds[kind], kind), default="one unit")
-    for unit in fsdp.units:
-        if any(selector.startswith("layers.") for selector in unit.modules):
-            main = f"layers {reshard_words(unit.reshard_after_forward)}"
-            break
-    hybrid = f", replicated {mesh.dp_replicate} times" if mesh.dp_replicate > 1 else ""
-    extra = [
-        *([f"prefetch {fsdp.prefetch_forward}/{fsdp.prefetch_backward}"] if fsdp.prefetch_forward + fsdp.prefetch_backward else []),
-        *(["gradients reduced once a step"] if fsdp.defer_gradient_sync else []),
-        *(["offloaded to host memory"] if fsdp.cpu_offload else []),
-    ]  # fmt: skip
-    return ", ".join([f"FSDP over {mesh.fsdp} ranks{hybrid}", main, *extra])
+    blocks = [unit for unit in fsdp.units if any(selector.startswith("layers.") for selector in unit.modules)]
+    freed = dict.fromkeys(reshard_words(unit.reshard_after_forward) for unit in blocks)
+    prefetch = fsdp.prefetch_forward + fsdp.prefetch_backward
+    words = [
+        f"FSDP over {mesh.fsdp} ranks",
+        f"replicated {mesh.dp_replicate} times" if mesh.dp_replicate > 1 else "",
+        f"layers {' or '.join(freed)}" if freed else "one unit",
+        f"prefetch {fsdp.prefetch_forward}/{fsdp.prefetch_backward}" if prefetch else "",
+        "gradients reduced once a step" if fsdp.defer_gradient_sync else "",
+        "offloaded to host memory" if fsdp.cpu_offload else "",
+    ]
+    return ", ".join(word for word in words if word)
 
 
 def checkpointing_words(plan: Plan) -> str:
@@ -273,7 +319,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """The table of stages with its header line."""
     header: tuple[str, ...] = ("stage", "rank", "modules")
     if plan.estimate:
-        header += tuple(part.removesuffix("_gib") for part in MEMORY_PARTS) + ("total",)
+        header = (*header, *MEMORY_PARTS.values())
     rows = [header]
     held: dict[int, list[str]] = {}
     for layer in plan.layers:
@@ -282,7 +328,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
         row: tuple[str, ...] = (str(stage.index), str(stage.pp_rank), ", ".join(fold(held.get(stage.index, ()))))
         memory = _memory_of(plan, stage.index)
         if memory:
-            row += tuple(f"{getattr(memory, part):.2f}" for part in MEMORY_PARTS) + (f"{memory.total_gib:.2f}",)
+            row = (*row, *(f"{getattr(memory, part):.2f}" for part in MEMORY_PARTS))
         rows.append(row)
     return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from titan_planner.ir.codec import digest
@@ -33,7 +34,7 @@ def value(item: Any) -> str:
         case str():
             return item if item else '""'
         case Mapping():
-            parts = [f"{name} {value(part)}" for name, part in item.items() if part is not None]
+            parts = [f"{name} {value(part)}" for name, part in item.items() if part not in (None, [])]
             return ", ".join(parts) or "{}"
         case list() | tuple():
             return f"[{', '.join(value(part) for part in item)}]"
@@ -41,6 +42,16 @@ def value(item: Any) -> str:
             return repr(item) if abs(item) < 1e7 or item != int(item) else f"{item:g}"
         case _:
             return str(item)
+
+
+def layout(row: Mapping[str, Any]) -> str:
+    """A sharding entry in short: `weight S(1), input S(2), output P -> S(1)`."""
+    parts = [f"weight {row['weight']}"] if row["weight"] else []
+    for side in ("input", "output"):
+        arrives, needed = row[side], row[f"{side}_needed"]
+        if arrives is not None:
+            parts.append(f"{side} {arrives}" + (f" -> {needed}" if needed not in (None, arrives) else ""))
+    return ", ".join(parts)
 
 
 def count(number: float) -> str:
@@ -82,7 +93,7 @@ def numbers(found: Iterable[int], limit: int = 4) -> str:
     given = list(found)
     ranges = runs(given)
     stride = given[1] - given[0] if len(given) > 2 else 0
-    if stride > 1 and all(b - a == stride for a, b in zip(given, given[1:], strict=False)):
+    if stride > 1 and all(b - a == stride for a, b in pairwise(given)):
         return f"{given[0]},{given[1]}..{given[-1]}"
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     return ", ".join(parts) if len(parts) <= limit else ", ".join(parts[: limit - 1]) + f" .. {parts[-1]}"
