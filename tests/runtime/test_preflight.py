@@ -1,0 +1,170 @@
+"""What is refused before the first collective, and in which words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests import plans
+from tests.harness import Rank, run_ranks
+from titan_planner.ir.execution import CheckpointPolicy
+from titan_planner.ir.plan import Plan
+from titan_runtime.capabilities import MISSING, unsupported
+from titan_runtime.errors import RunError
+from titan_runtime.preflight import Report, _device_problems, agree, memory_warnings, wrong_world_size
+from titan_runtime.torchrun import torchrun_line
+
+GOOD = Report(digest="d" * 64, torch="2.13.0", titan="0.1.0")
+
+
+def sentences(
+    world_size: int, *reports: Report, silent: tuple[int, ...] = (), timeout: float = 20.0
+) -> list[str | None]:
+    """What every rank is told when rank r reports `reports[r]`."""
+
+    def told(rank: Rank) -> str | None:
+        if rank.index in silent:
+            return None
+        try:
+            agree(reports[rank.index], rank.store, rank.index, rank.world_size, timedelta(seconds=timeout))
+        except RunError as error:
+            return str(error) if error.agreed else "not agreed"
+        return None
+
+    return run_ranks(told, world_size, process_group=False)
+
+
+def test_equal_reports_pass() -> None:
+    assert sentences(3, GOOD, GOOD, GOOD) == [None, None, None]
+
+
+def test_a_rank_with_another_plan_is_named_on_all_ranks() -> None:
+    other = replace(GOOD, digest="e" * 64)
+    told = sentences(3, GOOD, GOOD, other)
+    assert len(set(told)) == 1
+    assert told[0] == (
+        "1 of 3 ranks has another plan (rank 2: eeeeeeeeeeee) than the rest (dddddddddddd)\n"
+        "    try: give every node the same plan file"
+    )
+
+
+def test_other_versions_are_named_too() -> None:
+    told = sentences(3, replace(GOOD, torch="2.12.1"), replace(GOOD, titan="0.2.0"), GOOD)[0]
+    assert "1 of 3 ranks has another torch (rank 0: 2.12.1) than the rest (2.13.0)" in told
+    assert "1 of 3 ranks has another version of Titan (rank 1: 0.2.0) than the rest (0.1.0)" in told
+
+
+def test_a_problem_of_all_ranks_is_said_once_and_that_of_one_with_its_rank() -> None:
+    broken = replace(GOOD, problems=["no"])
+    assert sentences(2, broken, broken) == ["no", "no"]
+    assert sentences(2, GOOD, broken) == ["rank 1: no", "rank 1: no"]
+    two = sentences(3, broken, replace(GOOD, problems=["never"]), broken)
+    assert two[0] == "ranks 0, 2: no\nrank 1: never"
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
+    told = sentences(3, GOOD, GOOD, GOOD, silent=(2,), timeout=1.0)
+    assert told == ["rank 2 did not report within 1 s", "rank 2 did not report within 1 s", None]
+
+
+# ------------------------------------------------------------------ the checks of one rank
+
+
+def test_a_wrong_number_of_ranks_says_the_right_line() -> None:
+    plan = plans.tiny_plan(plans.mesh(4))
+    assert wrong_world_size(plan, "p.json", 4) == []
+    assert wrong_world_size(plan, "p.json", 2) == [
+        "2 ranks were started, but the plan `tiny` needs 4 ranks\n"
+        "    try: torchrun --standalone --nproc-per-node 4 -m titan_runtime --plan p.json"
+    ]
+    assert "1 rank was started" in wrong_world_size(plan, "p.json", 1)[0]
+    spread = replace(plan, cluster=plans.cluster(4, nodes=2))
+    assert torchrun_line(spread, "p.json") == (
+        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        "-m titan_runtime --plan p.json"
+    )
+    assert "on each of the 2 nodes, with HOST the name of one of them" in wrong_world_size(spread, "p.json", 4 + 1)[0]
+
+
+def test_a_plan_for_gpus_needs_one_for_every_rank() -> None:
+    plan = plans.tiny_plan(plans.mesh(4), cluster=plans.cluster(4, device="cuda"))
+    assert "torch finds no CUDA device here" in _device_problems(plan, 0, lambda: False, lambda: 0)[0]
+    assert (
+        "this node has 2 GPUs, so there is none for its rank number 3"
+        in _device_problems(plan, 3, lambda: True, lambda: 2)[0]
+    )
+    assert _device_problems(plan, 1, lambda: True, lambda: 2) == []
+    assert _device_problems(plans.tiny_plan(), 0, lambda: False, lambda: 0) == []
+
+
+def test_a_smaller_device_than_planned_is_a_warning() -> None:
+    plan = plans.tiny_plan(cluster=plans.cluster(1, device="cuda"))
+    assert memory_warnings(plan, 79.2) == []
+    assert memory_warnings(plan, 40.0) == [
+        "the device has 40.0 GiB of memory, but the plan was made for 80.0 GiB; it may not fit"
+    ]
+
+
+# ------------------------------------------------------------------ capabilities
+
+
+def test_what_the_runtime_does_it_accepts() -> None:
+    assert unsupported(plans.tiny_plan(plans.mesh(2, 2))) == []
+
+
+def _asks_for(address: str) -> Plan:
+    """A plan that asks for what the row at `address` refuses."""
+    plan = plans.tiny_plan()
+
+    def job(**changes: Any) -> Plan:
+        return replace(plan, job=replace(plan.job, **changes))
+
+    def budget(name: str, value: float) -> CheckpointPolicy:
+        return replace(plans.NO_CHECKPOINT, name=name, mode="memory_budget", memory_budget=value)
+
+    saving = plans.job("out", 10, enable=True).checkpoint
+    match address.split(".", 1):
+        case ["mesh", axis]:
+            return replace(plan, mesh=replace(plan.mesh, **{axis: 2}))
+        case ["fsdp", field]:
+            return replace(plan, fsdp=replace(plan.fsdp, **{field: True}))
+        case ["float8", _]:
+            return replace(plan, float8=replace(plan.float8, recipe="rowwise"))
+        case ["loss", _]:
+            return replace(plan, loss=replace(plan.loss, z_loss=1e-4))
+        case ["optimizer", _]:
+            return replace(plan, optimizer=replace(plan.optimizer, state_dtype="bfloat16"))
+        case ["activation_checkpoint", _]:
+            policies = (plans.NO_CHECKPOINT, budget("some", 0.5), budget("more", 0.7))
+            names = ("none", "some", "more", "none", "none")
+            layers = tuple(replace(x, checkpoint=name) for x, name in zip(plan.layers, names, strict=True))
+            ac = replace(plan.activation_checkpoint, policies=policies)
+            return replace(plan, layers=layers, activation_checkpoint=ac)
+        case ["data", _]:
+            return replace(plan, data=replace(plan.data, source="huggingface", dataset="c4"))
+        case ["job", "checkpoint.async_mode"]:
+            return job(checkpoint=replace(saving, async_mode="async"))
+        case ["job", "checkpoint.last_save_in_hf"]:
+            return job(checkpoint=replace(saving, last_save_in_hf=True))
+        case ["job", "metrics.enable_wandb"]:
+            return job(metrics=replace(plan.job.metrics, enable_wandb=True))
+        case ["job", "profiling.enable_memory_snapshot"]:
+            return job(profiling=replace(plan.job.profiling, enable_memory_snapshot=True))
+        case ["job", "validation.enable"]:
+            return job(validation=replace(plan.job.validation, enable=True))
+    raise AssertionError(f"no plan for {address}: add one")
+
+
+@pytest.mark.parametrize("address", [row.address for row in MISSING])
+def test_what_it_does_not_do_yet_it_refuses_by_address(address: str) -> None:
+    found = unsupported(_asks_for(address))
+    assert len(found) == 1
+    assert found[0].startswith(f"`{address}`: this version of the runtime does not do ")
+
+
+def test_all_refusals_come_at_once() -> None:
+    plan = replace(_asks_for("mesh.tp"), loss=_asks_for("loss.z_loss").loss, data=_asks_for("data.source").data)
+    assert [line.split("`")[1] for line in unsupported(plan)] == ["mesh.tp", "loss.z_loss", "data.source"]

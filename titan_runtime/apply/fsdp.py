@@ -1,0 +1,118 @@
+"""Fully sharded data parallelism: which modules are gathered together, when they are freed, and in which precision."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan_planner.ir.fqn import select
+from titan_planner.ir.inventory import module_names
+from titan_planner.ir.parallel import Fsdp, FsdpUnit
+from titan_planner.ir.plan import Plan
+from titan_runtime.errors import RunError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Shard `module` in place over `mesh` (1-D, or 2-D for HSDP) in the plan's units; what is in none is the root's.
+
+    Gradients come out as plain sums over ranks and accumulation steps: the loss is already divided by the number of
+    valid tokens of the whole step.
+    """
+    fsdp = plan.fsdp
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[fsdp.param_dtype],
+        reduce_dtype=DTYPES[fsdp.reduce_dtype],
+        # Inputs are not cast: activations have param_dtype from the embedding on, and rotary tables must stay float32.
+        cast_forward_inputs=False,
+    )
+    units = resolve_units(fsdp, module_names(plan.model))
+    if plan.model.tied:
+        _require_together(units, "tok_embeddings", "output")
+    handles: list[FSDPModule] = []
+    for members, unit in units:
+        modules = [module.get_submodule(fqn) for fqn in members]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=unit.reshard_after_forward,
+        )
+        handles.append(cast(FSDPModule, modules[0]))
+    # The root's own parameters are needed again as soon as backward starts; torch keeps them gathered by default.
+    fully_shard(module, mesh=mesh, mp_policy=precision)
+    sum_gradients(module)
+    _prefetch(handles, fsdp)
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Let every unit of `module` sum gradients over ranks, where torch's default is to average them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            # A factor makes FSDP ask for a pre-multiplied sum, which gloo lacks; a plain sum is what a factor of 1
+            # means.
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def resolve_units(fsdp: Fsdp, names: tuple[str, ...]) -> list[tuple[tuple[str, ...], FsdpUnit]]:
+    """The units as (module FQNs, unit), inner ones first, since FSDP wraps from the leaves up; else in model order.
+
+    One selector with `*` or a range makes a unit of each match; several selectors make one unit of all their modules.
+    Raises RunError for a selector that names no module, and for a module in two units.
+    """
+    found: list[tuple[tuple[str, ...], FsdpUnit]] = []
+    owner: dict[str, int] = {}
+    for index, unit in enumerate(fsdp.units):
+        matched = []
+        for selector in unit.modules:
+            fqns = select(selector, names)
+            if not fqns:
+                raise RunError(
+                    f"fsdp.units[{index}]: the selector `{selector}` names no module of the model",
+                    hint=f"top-level modules are {', '.join(f'`{n}`' for n in names if '.' not in n)} and `layers.N`",
+                )
+            matched.append(fqns)
+        for fqn in (fqn for fqns in matched for fqn in fqns):
+            if fqn in owner:
+                raise RunError(
+                    f"fsdp.units[{index}]: `{fqn}` is already in fsdp.units[{owner[fqn]}], and a module has one unit",
+                    hint="remove it from one of them",
+                )
+            owner[fqn] = index
+        if len(matched) == 1:
+            found.extend(((fqn,), unit) for fqn in matched[0])
+        else:
+            found.append((tuple(fqn for fqns in matched for fqn in fqns), unit))
+    order = {fqn: position for position, fqn in enumerate(names)}
+    return sorted(found, key=lambda entry: (-entry[0][0].count("."), order[entry[0][0]]))
+
+
+def _require_together(units: list[tuple[tuple[str, ...], FsdpUnit]], first: str, second: str) -> None:
+    """Two modules that share a weight are gathered by one unit, or both by the root: a weight has one owner."""
+    if any((first in members) != (second in members) for members, _ in units):
+        raise RunError(
+            f"fsdp.units: `{first}` and `{second}` share a weight (the model is tied), but are in different units",
+            hint=f'make one unit of both: {{"modules": ["{first}", "{second}"], ...}}',
+        )
+
+
+def _prefetch(units: list[FSDPModule], fsdp: Fsdp) -> None:
+    """Let each unit gather the next ones in the order of the model (forward) or against it (backward)."""
+    for index, unit in enumerate(units):
+        if fsdp.prefetch_forward:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + fsdp.prefetch_forward])
+        if fsdp.prefetch_backward:
+            before = units[max(0, index - fsdp.prefetch_backward) : index]
+            unit.set_modules_to_backward_prefetch(before[::-1])
+
+
+def set_last_microbatch(module: nn.Module, fsdp: Fsdp, last: bool) -> None:
+    """Say before a forward whether it is the step's last: with deferred sync only then are gradients reduced."""
+    if fsdp.defer_gradient_sync and isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)

@@ -1,0 +1,90 @@
+"""What this runtime does not do yet, as a table: a plan that asks for it is refused before any collective.
+
+A plan holds decisions that a later version executes. Running it without one of them would be another training run under
+the same name, so there is no "ignored with a warning".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titan_planner.ir.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something a plan may ask for: its address, whether a plan asks for it, and what to do instead."""
+
+    address: str
+    asks: Callable[[Plan], bool]
+    what: str
+    instead: str
+
+
+_NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
+
+MISSING: tuple[Missing, ...] = (
+    Missing("mesh.pp", lambda p: p.mesh.pp > 1, "pipeline parallelism", _NO_PARALLEL),
+    Missing("mesh.tp", lambda p: p.mesh.tp > 1, "tensor parallelism", _NO_PARALLEL),
+    Missing("mesh.cp", lambda p: p.mesh.cp > 1, "context parallelism", _NO_PARALLEL),
+    Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
+    Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
+    Missing("float8.recipe", lambda p: p.float8.recipe is not None, "Float8 training", "use `float8: none`"),
+    Missing("loss.z_loss", lambda p: p.loss.z_loss != 0, "the z-loss", "set z_loss to 0"),
+    Missing(
+        "optimizer.state_dtype",
+        lambda p: p.optimizer.state_dtype != p.dtype,
+        "optimizer moments in another dtype than the parameters",
+        "use the dtype of the parameters for the moments",
+    ),
+    Missing(
+        "activation_checkpoint.policies",
+        lambda p: len(memory_budgets(p)) > 1,
+        "different memory budgets in one plan",
+        "give all layers with a memory budget the same one",
+    ),
+    Missing(
+        "data.source",
+        lambda p: p.data.source == "huggingface",
+        "streaming from Hugging Face",
+        "download the text and use the source text, jsonl or parquet",
+    ),
+    Missing(
+        "job.checkpoint.async_mode",
+        lambda p: p.job.checkpoint.enable and p.job.checkpoint.async_mode != "disabled",
+        "asynchronous checkpoints",
+        "use `async_mode: disabled`",
+    ),
+    Missing(
+        "job.checkpoint.last_save_in_hf",
+        lambda p: p.job.checkpoint.enable and p.job.checkpoint.last_save_in_hf,
+        "a final checkpoint in Hugging Face's format",
+        "turn last_save_in_hf off",
+    ),
+    Missing("job.metrics.enable_wandb", lambda p: p.job.metrics.enable_wandb, "Weights & Biases", "use TensorBoard"),
+    Missing(
+        "job.profiling.enable_memory_snapshot",
+        lambda p: p.job.profiling.enable_memory_snapshot,
+        "memory snapshots",
+        "turn enable_memory_snapshot off",
+    ),
+    Missing("job.validation.enable", lambda p: p.job.validation.enable, "validation during training", "turn it off"),
+)
+
+
+def unsupported(plan: Plan) -> list[str]:
+    """One sentence for each thing that `plan` asks for and this version does not do; empty when it can be run."""
+    return [
+        f"`{row.address}`: this version of the runtime does not do {row.what} yet ({row.instead})"
+        for row in MISSING
+        if row.asks(plan)
+    ]
+
+
+def memory_budgets(plan: Plan) -> set[float]:
+    """The different activation budgets that layers of `plan` ask for."""
+    used = {layer.checkpoint for layer in plan.layers}
+    return {
+        p.memory_budget for p in plan.activation_checkpoint.policies if p.name in used and p.memory_budget is not None
+    }

@@ -1,0 +1,58 @@
+"""The norm of all gradients together, whatever ranks they are spread over, and clipping to it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+
+@torch.no_grad()
+def global_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """2-norm over all elements of all gradients, float64 scalar, the same bits on every rank. Collective.
+
+    Elements that several ranks hold (replicas) count once. Squares are summed in float32 per tensor and in float64 over
+    tensors and ranks, also when gradients are bfloat16.
+    """
+    # Gradients spread in the same way share their all-reduces. A key is the process groups to sum over, one per sharded
+    # dim.
+    spread: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    device = None
+    for gradient in gradients:
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            if any(isinstance(placement, Partial) for placement in gradient.placements):
+                raise ValueError(f"a gradient is not reduced yet: its placements are {gradient.placements}")
+            mesh = gradient.device_mesh
+            groups = tuple(
+                mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()
+            )
+            gradient = gradient.to_local()
+        device = gradient.device
+        spread[groups].append(gradient)
+    if device is None:
+        raise ValueError("there are no gradients")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, tensors in spread.items():
+        norms = torch._foreach_norm([t for t in tensors if t.numel()], 2, dtype=torch.float32) if tensors else []
+        # A rank may hold no element at all; it still takes part in the sum.
+        squares = torch.stack(norms).double().square().sum() if norms else torch.zeros_like(total)
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by max_norm / norm when `norm` exceeds `max_norm`; 0 leaves them alone."""
+    if max_norm == 0:
+        return
+    # Multiplying by one when there is nothing to clip costs less than asking the device whether there is.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    torch._foreach_mul_([t for t in local if t.numel()], factor.float())

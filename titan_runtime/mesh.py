@@ -1,0 +1,32 @@
+"""The plan's mesh as a DeviceMesh with named dims, and the sub-meshes that each technique asks for."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_planner.ir.parallel import AXES, Mesh
+
+
+def build_mesh(mesh: Mesh, device: str) -> DeviceMesh:
+    """All ranks as pp x dp_replicate x dp_shard x cp x tp; dims of degree 1 are there too, so code never asks whether.
+
+    `device` is a torch device type. Collective: every rank calls it, with the world's size equal to the mesh's.
+    """
+    return init_device_mesh(device, tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+def data_mesh(world: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The ranks that FSDP works over: 1-D `dp_shard`, or 2-D with `dp_replicate` (HSDP) when there are replicas."""
+    return world["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else world["dp_shard"]
+
+
+def data_rank(mesh: Mesh, rank: int) -> int:
+    """Which of the `mesh.dp` shares of every batch belongs to `rank`."""
+    at = mesh.coordinates(rank)
+    return at["dp_replicate"] * mesh.dp_shard + at["dp_shard"]
+
+
+def data_group(world: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that see different samples of one global batch: replicas and shards together. Collective."""
+    return world["dp_replicate", "dp_shard"]._flatten("dp").get_group()

@@ -1,0 +1,48 @@
+"""`metrics.jsonl`: one JSON object for every step, with all digits, for programs and for exact comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TextIO
+
+
+class StepLog:
+    """Appends a line a step. Opened at a step, it first drops the lines of later steps: they will be made again."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Open `path` for a run that is at `step`; the folder is made when missing. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if line["step"] <= step]
+        # Rewritten beside and moved over: a kill in between leaves the old file or the new one.
+        beside = path.with_name(f"{path.name}.new")
+        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(beside, path)
+        self._stream: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, *, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int) -> None:
+        """Add the line of one step. Floats are written with as many digits as tell them apart from any other."""
+        line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
+        self._stream.write(json.dumps(line) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """No more lines."""
+        self._stream.close()
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    """The whole lines of a log; a last one that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        found.append(line)
+    return found

@@ -1,0 +1,104 @@
+"""Adam and AdamW as the plan asks, with groups of parameters that have values of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import assert_never
+
+import torch
+from torch import Tensor, nn
+
+from titan_planner.ir.job import Optimizer
+from titan_runtime.errors import RunError
+
+
+def group_parameters(fqns: Iterable[str], optimizer: Optimizer) -> dict[int, list[str]]:
+    """Index of the group -> FQNs it claims; -1 is the rest. The first pattern found in an FQN claims it.
+
+    Raises RunError for a pattern that is no regular expression, or that claims nothing, for then it is misspelled or
+    hidden behind an earlier one.
+    """
+    patterns = []
+    for index, group in enumerate(optimizer.param_groups):
+        try:
+            patterns.append(re.compile(group.pattern))
+        except re.error as error:
+            raise RunError(
+                f"optimizer.param_groups[{index}]: `{group.pattern}` is not a regular expression ({error})",
+                hint="escape special characters with a backslash",
+            ) from None
+    names = list(fqns)
+    claimed: dict[int, list[str]] = {index: [] for index in (*range(len(patterns)), -1)}
+    for fqn in names:
+        first = next((index for index, pattern in enumerate(patterns) if pattern.search(fqn)), -1)
+        claimed[first].append(fqn)
+    for index, pattern in enumerate(patterns):
+        if not claimed[index]:
+            hidden = [fqn for fqn in names if pattern.search(fqn)]
+            why = (
+                f"an earlier pattern claims all {len(hidden)} parameters it matches, e.g. `{hidden[0]}`"
+                if hidden
+                else "it matches no parameter"
+            )
+            hint = "put it before the wider pattern" if hidden else f"parameters are named like `{names[-1]}`"
+            raise RunError(f"optimizer.param_groups[{index}]: `{pattern.pattern}` is idle: {why}", hint=hint)
+    return claimed
+
+
+def build_optimizer(module: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer over all parameters of `module`. Each group carries `lr_scale`, which `set_lr` multiplies in."""
+    named = dict(module.named_parameters())
+    groups = []
+    for index, fqns in group_parameters(named, optimizer).items():
+        if not fqns:
+            continue
+        own = optimizer.param_groups[index] if index >= 0 else None
+        decay = optimizer.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+        groups.append(
+            {
+                "params": [named[fqn] for fqn in fqns],
+                "lr_scale": 1.0 if own is None else own.lr_scale,
+                "weight_decay": decay,
+            }
+        )
+    values = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "fused": optimizer.implementation == "fused",
+        "foreach": optimizer.implementation == "foreach",
+    }
+    match optimizer.name:
+        case "AdamW":
+            return torch.optim.AdamW(groups, **values)
+        case "Adam":
+            return torch.optim.Adam(groups, **values)
+        case _:
+            assert_never(optimizer.name)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let the next step use `lr`, times each group's own scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The live state tensors as `<fqn>.<moment>` -> tensor, made now where the first step has not made them yet.
+
+    Hyperparameters are not in it: they come from the plan, and the learning rate from the step.
+    """
+    found: dict[str, Tensor] = {}
+    fused = {id(p): bool(group["fused"]) for group in optimizer.param_groups for p in group["params"]}
+    for fqn, parameter in module.named_parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            # As Adam does in its first step; a fused Adam keeps the step count on the parameter's device.
+            device = parameter.device if fused[id(parameter)] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for name, value in state.items():
+            found[f"{fqn}.{name}"] = value
+    return found

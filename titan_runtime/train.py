@@ -1,0 +1,198 @@
+"""The training run, readable from top to bottom."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_planner.ir.plan import Plan
+from titan_runtime import distributed
+from titan_runtime.agreement import together
+from titan_runtime.apply import build_model
+from titan_runtime.apply.compile import compiled_loss
+from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
+from titan_runtime.checkpoint import Checkpointer
+from titan_runtime.data import DataLoader, open_stream
+from titan_runtime.errors import RunError
+from titan_runtime.loss import cross_entropy_sum
+from titan_runtime.mesh import build_mesh, data_group, data_rank
+from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog
+from titan_runtime.metrics.meter import predictions
+from titan_runtime.optimizer import build_optimizer
+from titan_runtime.profiling import profiler
+from titan_runtime.signals import StopRequest, agree_on_flags
+from titan_runtime.step import train_step
+
+_GC_STEPS = 50
+
+
+def train(
+    plan: Plan,
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    *,
+    written_plan: Plan | None = None,
+    accept_changes: bool = False,
+) -> int:
+    """Run `plan` as rank `rank` until its last step. Returns 0, or 128 + the signal's number when one asked to stop.
+
+    The preflight checks have passed, so the plan can be run here. `written_plan` is the plan as its file has it, before
+    the command line changed paths. Raises RunError, on all ranks or (not `agreed`) on this one alone.
+    """
+    console = Console(rank)
+    comm = plan.job.comm
+    device = distributed.rank_device(plan.cluster.gpu)
+    distributed.start(store, rank, world_size, plan.cluster.gpu, device, timedelta(seconds=comm.init_timeout_seconds))
+    world = build_mesh(plan.mesh, device.type)
+    _seed(plan, rank)
+
+    announce(console, plan)
+    module = build_model(plan, world, device)
+    optimizer = build_optimizer(module, plan.optimizer)
+    loss = compiled_loss(cross_entropy_sum, plan)
+    loader = together(lambda: open_data(plan, rank), "open the training data")
+    group = data_group(world)
+    checkpoints = Checkpointer(
+        plan,
+        module,
+        optimizer,
+        loader,
+        rank,
+        device,
+        written_plan=written_plan,
+        accept_changes=accept_changes,
+        say=console.say,
+    )
+    progress = checkpoints.load()
+    steps = plan.job.steps
+    if progress.step >= steps:
+        console.say(f"nothing to do: the checkpoint is at step {progress.step} of {steps}")
+        return 0
+    warn_about_schedule(console, plan, progress.schedule_start)
+
+    log = _open_log(plan, rank, progress.step)
+    scalars = together(lambda: ScalarWriter(plan, rank, progress.step), "write TensorBoard scalars")
+    meter, predicted = Meter(plan, device), predictions(plan)
+    result = None
+    with StopRequest() as stop, loader, manual_gc() as collect, profiler(plan, rank, device, progress.step) as trace:
+        began_at = progress.step
+        while progress.step < steps:
+            microbatches = loader.next_batch()
+            result = train_step(
+                plan,
+                module,
+                optimizer,
+                loss,
+                microbatches,
+                step=progress.step + 1,
+                schedule_step=progress.step - progress.schedule_start,
+                device=device,
+                group=group,
+            )
+            progress.step += 1
+            progress.tokens_seen += plan.batch.tokens_per_step
+            step = progress.step
+            meter.step()
+            if trace is not None:
+                trace.step()
+            collect(step)
+
+            numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+            if log is not None:
+                log.write(step=step, tokens_seen=progress.tokens_seen, **numbers)
+            if step == began_at + 1 or step % plan.job.metrics.log_freq == 0 or step == steps:
+                measured = meter.measure(loader.wait_s)
+                seen = progress.tokens_seen
+                console.step(step, steps, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
+                scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
+            if step == began_at + 1:
+                # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
+                distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
+
+            # Signals and clocks differ between ranks, and all must save after the same step.
+            signal, minutes_over = agree_on_flags(stop.signal, checkpoints.minutes_due() if rank == 0 else 0)
+            last = step == steps
+            if signal or minutes_over or last or checkpoints.due(step):
+                began = time.perf_counter()
+                saved = checkpoints.save(progress, last=last)
+                if saved is not None:
+                    console.say(f"saved {saved}")
+                meter.skip(time.perf_counter() - began)
+            if signal and not last:
+                say_stopped(console, plan, step, signal)
+                break
+        else:
+            signal = 0
+    if log is not None:
+        log.close()
+    scalars.close()
+    if signal:
+        return 128 + signal
+    say_done(console, plan, progress.step, result.loss if result else None)
+    return 0
+
+
+def _open_log(plan: Plan, rank: int, step: int) -> StepLog | None:
+    """The step log on rank 0, None elsewhere. Fails on all ranks when rank 0 cannot write."""
+    path = Path(plan.job.dump_folder) / METRICS_FILE
+    return together(lambda: StepLog(path, step) if rank == 0 else None, "write metrics", rank_0_only=True)
+
+
+def _seed(plan: Plan, rank: int) -> None:
+    """Seed what is drawn during training, differently on every rank; weights have their own generators."""
+    torch.manual_seed(plan.seeds.seed + 1_000_003 * rank)
+    if plan.seeds.deterministic:
+        # cuBLAS reads this when it starts, which is at the first matrix product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+
+
+def open_data(plan: Plan, rank: int) -> DataLoader:
+    data = plan.data
+    if data.path is None or data.tokenizer is None:
+        missing = "data.path" if data.path is None else "data.tokenizer"
+        option = "--data-path" if data.path is None else "--tokenizer"
+        raise RunError(f"`{missing}` is not set", hint=f"start with {option} PATH")
+    stream = open_stream(data.source, data.path, data.tokenizer, plan.batch.seq_len, data.text_field, data.add_bos)
+    if stream.tokenizer.vocab_size > plan.model.vocab_size:
+        raise RunError(
+            f"the tokenizer {data.tokenizer} has ids up to {stream.tokenizer.vocab_size - 1}, "
+            f"but the model's embedding has {plan.model.vocab_size} rows",
+            hint=f"use the model's own tokenizer, or a vocab_size of at least {stream.tokenizer.vocab_size}",
+        )
+    return DataLoader(
+        stream,
+        global_batch_size=plan.batch.global_batch_size,
+        dp_rank=data_rank(plan.mesh, rank),
+        dp_degree=plan.mesh.dp,
+        local_batch_size=plan.batch.local_batch_size,
+    )
+
+
+@contextmanager
+def manual_gc() -> Iterator[Callable[[int], None]]:
+    """Collect garbage on all ranks at the same steps: a rank that collects alone makes all others wait for it."""
+
+    def collect(step: int) -> None:
+        if step % _GC_STEPS == 0:
+            gc.collect(1)
+
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    try:
+        yield collect
+    finally:
+        if enabled:
+            gc.enable()
