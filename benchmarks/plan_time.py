@@ -36,7 +36,15 @@ def main() -> None:
     arguments = parser.parse_args()
     commands = {"floor: python + yaml + jsonschema": FLOOR}
     for spec in sorted((ROOT / "plans").glob("*/spec.yaml")):
-        commands[spec.parent.name] = [sys.executable, "-m", "titan_planner.cli", "compile", str(spec), "-o", "/dev/null"]
+        commands[spec.parent.name] = [
+            sys.executable,
+            "-m",
+            "titan_planner.cli",
+            "compile",
+            str(spec),
+            "-o",
+            "/dev/null",
+        ]
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(arguments.repeat):
         for name, command in commands.items():
@@ -54,7 +62,9 @@ def main() -> None:
     ]
     print(f"{'compile (whole process)':36} {'median':>8} {'min':>8} {'max':>8} {'x floor':>8}")
     for row in rows:
-        print(f"{row['name']:36} {row['median_s']:8.3f} {row['min_s']:8.3f} {row['max_s']:8.3f} {row['ratio_to_floor']:8.2f}")
+        print(
+            f"{row['name']:36} {row['median_s']:8.3f} {row['min_s']:8.3f} {row['max_s']:8.3f} {row['ratio_to_floor']:8.2f}"
+        )
     if arguments.json:
         record = {
             "benchmark": "plan_time",

@@ -329,7 +329,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     from titan_planner.console import emit, style_for, width_for
-    from titan_planner.diff import diff
+    from titan_planner.ir.diff import diff
     from titan_planner.render import diff as render
 
     arguments.json = arguments.json or arguments.format == "json"

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Partial
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:
     """2-norm over all elements of all gradients, float64 scalar, the same bits on every rank. Collective.
 
-    Elements that several ranks hold (replicas) count once. Squares are summed in float32 per tensor and in float64 over
-    tensors and ranks, also when gradients are bfloat16.
+    Elements that several ranks hold (replicas) count once. Squares are summed in float64 over tensors and ranks, and within
+    a tensor in float32 on a GPU, which adds in a tree, and in float64 on a CPU, which adds one after the other: in float32
+    the norms of a tensor and of its shards were seen to differ by 5e-6.
     """
     # Gradients spread in the same way share their all-reduces. A key is the process groups to sum over, one per sharded
     # dim.
@@ -38,7 +39,10 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
         raise ValueError("there are no gradients")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, tensors in spread.items():
-        norms = torch._foreach_norm([t for t in tensors if t.numel()], 2, dtype=torch.float32) if tensors else []
+        held = [t for t in tensors if t.numel()]
+        norms = (
+            torch._foreach_norm(held, 2, dtype=torch.float64 if device.type == "cpu" else torch.float32) if held else []
+        )
         # A rank may hold no element at all; it still takes part in the sum.
         squares = torch.stack(norms).double().square().sum() if norms else torch.zeros_like(total)
         for group in groups:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from titan_planner.ir.cluster import Gpu
+from titan_planner.ir.job import Comm
 
 
 def rank_device(gpu: Gpu) -> torch.device:
@@ -29,8 +30,12 @@ def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Sto
     return store
 
 
-def start(store: dist.Store, rank: int, world_size: int, gpu: Gpu, device: torch.device, timeout: timedelta) -> None:
+def start(store: dist.Store, rank: int, world_size: int, gpu: Gpu, device: torch.device, comm: Comm) -> None:
     """Make the default process group. The first collective of a run happens in here."""
+    if device.type == "cuda":
+        # NCCL's flight recorder: the last collectives of every rank, written out when one of them times out.
+        os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm.trace_buf_size)
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if comm.trace_buf_size else "0"
     # Small facts (stop flags, errors, checkpoint plans) travel over gloo on every kind of device: a collective on CPU
     # tensors must not wait for the GPU's queue.
     backend = gpu.backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{gpu.backend}"
@@ -39,7 +44,7 @@ def start(store: dist.Store, rank: int, world_size: int, gpu: Gpu, device: torch
         store=dist.PrefixStore("titan/collectives", store),
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=comm.init_timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
 

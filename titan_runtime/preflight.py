@@ -102,6 +102,7 @@ def agree(report: Report, store: dist.Store, rank: int, world_size: int, timeout
     store = dist.PrefixStore("titan/preflight", store)
     store.set_timeout(timeout)
     store.set(f"report/{rank}", json.dumps(asdict(report)))
+    reports: dict[int, Report] = {}
     if rank == 0:
         reports, silent = _collect(store, world_size, timeout)
         verdict = _verdict(reports, silent, timeout)
@@ -116,16 +117,16 @@ def agree(report: Report, store: dist.Store, rank: int, world_size: int, timeout
             raise RunError(f"rank 0 gave no answer within {timeout.total_seconds():.0f} s") from error
         verdict = json.loads(store.get("verdict"))
     if verdict is not None:
-        _leave_together(store, rank, world_size)
+        _leave_together(store, rank, sorted(reports))
         raise RunError(verdict, agreed=True)
 
 
-def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
+def _leave_together(store: dist.Store, rank: int, present: list[int]) -> None:
     """Let every rank read the verdict before the one that may host the store is gone with it."""
     store.set(f"read/{rank}", "")
     try:
         if rank == 0:
-            store.wait([f"read/{other}" for other in range(world_size)], timedelta(seconds=10))
+            store.wait([f"read/{other}" for other in present], timedelta(seconds=10))
     except RuntimeError:
         return  # a rank that is gone already reads nothing
 

@@ -51,7 +51,7 @@ def train(
     console = Console(rank)
     comm = plan.job.comm
     device = distributed.rank_device(plan.cluster.gpu)
-    distributed.start(store, rank, world_size, plan.cluster.gpu, device, timedelta(seconds=comm.init_timeout_seconds))
+    distributed.start(store, rank, world_size, plan.cluster.gpu, device, comm)
     world = build_mesh(plan.mesh, device.type)
     _seed(plan, rank)
 

@@ -16,9 +16,11 @@ import torch
 
 from tests import plans
 from tests.harness import Rank, RanksFailed, run_ranks
+from titan_planner.ir.codec import dumps
+from titan_planner.ir.diff import diff
 from titan_planner.ir.parallel import Mesh
 from titan_planner.ir.plan import Plan
-from titan_runtime.checkpoint.compatibility import differing
+from titan_runtime.checkpoint.compatibility import require_compatible
 from titan_runtime.checkpoint.folder import CheckpointFolder
 from titan_runtime.errors import RunError
 
@@ -346,7 +348,7 @@ def test_a_plan_that_changes_what_is_trained_is_refused_by_name(straight: tuple[
     assert resumed[4]["lr"] == 5e-3
 
 
-def test_how_the_work_is_split_may_differ() -> None:
+def test_how_the_work_is_split_may_differ(tmp_path: Path) -> None:
     before = plans.tiny_plan(plans.mesh(4))
     now = plans.tiny_plan(plans.mesh(2, 2), local=2)
     now = replace(
@@ -356,10 +358,17 @@ def test_how_the_work_is_split_may_differ() -> None:
         loss=replace(now.loss, chunks=4),
         optimizer=replace(now.optimizer, implementation="foreach"),
     )
-    assert differing(before, now) == []
-    assert differing(before, replace(now, fsdp=replace(now.fsdp, param_dtype="bfloat16"))) == ["fsdp.param_dtype"]
-    assert differing(before, replace(now, batch=replace(now.batch, seq_len=16))) == ["batch.seq_len"]
-    assert differing(before, replace(now, model=plans.tiny_model(dim=64)))[0] == "model.dim"
+
+    def refused_for(plan: Plan) -> list[str]:
+        (tmp_path / "plan.json").write_text(dumps(before))
+        return require_compatible(tmp_path, plan, accept_changes=True)
+
+    assert refused_for(now) == []
+    assert diff(before, now).verdict.resume == "continues with resharding"
+    assert refused_for(replace(now, fsdp=replace(now.fsdp, param_dtype="bfloat16"))) == ["fsdp.param_dtype"]
+    assert refused_for(replace(now, batch=replace(now.batch, seq_len=16))) == ["batch.seq_len"]
+    with pytest.raises(RunError, match="is of another model: `model.dim`"):
+        refused_for(replace(now, model=plans.tiny_model(dim=64)))
 
 
 def test_parts_left_out_of_loading_begin_anew_once(straight: tuple[Path, list], tmp_path: Path) -> None:

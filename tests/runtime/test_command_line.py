@@ -153,6 +153,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder: Path, number: signa
     assert "Traceback" not in printed
     last = lines(folder)[-1]["step"]
     assert (folder / "out" / "checkpoint" / f"step-{last}" / ".metadata").exists()
+    if number != signal.SIGTERM:
+        return  # going on does not depend on the signal
     again = call(titan_run("train", "plan.json", "--steps", str(last + 1), "--no-tensorboard"), folder)
     assert again.returncode == 0, again.stderr
     assert f"resuming from out/checkpoint/step-{last}" in again.stdout

@@ -20,7 +20,9 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_options_change_the_job_and_paths_and_keep_the_digest() -> None:
     plan = plans.tiny_plan()
-    words = "--steps 3 --dump-folder d --log-freq 2 --tensorboard --checkpoint --checkpoint-interval 4 --keep-latest-k 5"
+    words = (
+        "--steps 3 --dump-folder d --log-freq 2 --tensorboard --checkpoint --checkpoint-interval 4 --keep-latest-k 5"
+    )
     words += " --load-step 6 --profile --data-path t --tokenizer k"
     changed = apply_overrides(plan, parsed(*words.split()))
     job = changed.job

@@ -12,8 +12,9 @@ import pytest
 
 from tests import plans
 from tests.unit.plan_factory import FULL, POLICIES, estimate, llama, llama_405b, set_at, with_checkpoint
-from titan_planner import diff as diff_module
-from titan_planner.diff import (
+from titan_planner.ir import diff as diff_module
+from titan_planner.ir.codec import decode, digest, encode
+from titan_planner.ir.diff import (
     CONSEQUENCES,
     KEYS,
     LOUDEST_FIRST,
@@ -23,7 +24,6 @@ from titan_planner.diff import (
     expand,
     leaf_patterns,
 )
-from titan_planner.ir.codec import decode, digest, encode
 from titan_planner.ir.execution import SkippedLinear
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import linear_modules
@@ -100,7 +100,7 @@ def test_the_most_specific_pattern_wins() -> None:
     ("leaf", "consequence"),
     [
         ("model.vocab_size", "model"),
-        ("model.blocks.*.block.attention.rope.theta", "model"),
+        ("model.blocks.*.block.attention.rope.theta", "numerics"),
         ("model.max_seq_len", "speed"),
         ("batch.global_batch_size", "numerics"),
         ("batch.local_batch_size", "speed"),

@@ -15,7 +15,7 @@ import pytest
 
 from tests import plans
 from tests.unit.plan_factory import estimate, llama, llama_405b, set_at, with_checkpoint
-from titan_planner.diff import diff, keyed
+from titan_planner.ir.diff import diff, keyed
 from titan_planner.ir.errors import PlanError
 from titan_planner.ir.execution import Loss
 from titan_planner.ir.job import ParamGroup

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_planner.diff import LOUDEST_FIRST, MEANING, Change, Consequence, Delta, PlanDiff, Verdict, layer_key
+from titan_planner.ir.diff import LOUDEST_FIRST, MEANING, Change, Consequence, Delta, PlanDiff, Verdict, layer_key
 from titan_planner.render.tables import PLAIN, Style, cut, table
 from titan_planner.render.values import LABELS, layout, numbers, quantity, short_digest, value
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, is_dataclass
 from itertools import islice
 from typing import Any
 
-from titan_planner.diff import Consequence, consequence_of, entry, keyed
 from titan_planner.ir.codec import encode
+from titan_planner.ir.diff import Consequence, consequence_of, entry, keyed
 from titan_planner.ir.errors import Complaint, PlanError
 from titan_planner.ir.fqn import fold, matches
 from titan_planner.ir.model import Block, Model

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from titan_planner.diff import expand
+from titan_planner.ir.diff import expand
 from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.inventory import Parameter, parameters
 from titan_planner.ir.parallel import FsdpUnit, ModuleSharding

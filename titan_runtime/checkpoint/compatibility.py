@@ -1,67 +1,23 @@
-"""May a run go on under another plan? Yes when the plans differ only in how the same work is split and computed."""
+"""May a run go on under another plan? The verdict is `titan-plan diff`'s: the same code gives it in both places."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from titan_planner.ir.codec import decisions
+from titan_planner.ir.diff import PlanDiff, diff
 from titan_planner.ir.errors import PlanError
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.verify import load_plan
 from titan_runtime.errors import RunError
 
-FREE = (
-    "mesh",
-    "pipeline",
-    "tensor_parallel",
-    "context_parallel",
-    "expert_parallel",
-    "sharding",
-    "layers",
-    "activation_checkpoint",
-    "compile",
-    "loss.chunks",
-    "optimizer.implementation",
-    "fsdp.strategy",
-    "fsdp.units",
-    "fsdp.defer_gradient_sync",
-    "fsdp.prefetch_forward",
-    "fsdp.prefetch_backward",
-    "fsdp.cpu_offload",
-    "batch.local_batch_size",
-    "batch.microbatch_size",
-    "batch.accumulation_steps",
-)
-"""Addresses that may differ: the mathematics is the same, only the order of roundings changes."""
-
 PLAN_FILE = "plan.json"
-
-
-def differing(before: Plan, now: Plan) -> list[str]:
-    """Addresses of decisions outside of `FREE` that differ between two plans, in the plan's order."""
-    found = list(_differing(decisions(before), decisions(now), ""))
-    return [address for address in found if not any(_within(address, free) for free in FREE)]
-
-
-def _differing(before: Any, now: Any, address: str) -> Iterator[str]:
-    # Descend through records only: of a list that differs, the list is what changed.
-    if isinstance(before, dict) and isinstance(now, dict) and set(before) == set(now):
-        for key in before:
-            yield from _differing(before[key], now[key], f"{address}.{key}" if address else key)
-    elif before != now:
-        yield address
-
-
-def _within(address: str, section: str) -> bool:
-    return address == section or address.startswith(f"{section}.")
 
 
 def require_compatible(folder: Path, now: Plan, accept_changes: bool) -> list[str]:
     """The accepted differences between the plan stored in a checkpoint's folder and `now`.
 
-    Raises RunError when there are any and `accept_changes` does not allow them.
+    Raises RunError when the model itself changed, and when something else that is trained did and `accept_changes` does
+    not allow it.
     """
     try:
         before = load_plan(folder / PLAN_FILE)
@@ -72,13 +28,27 @@ def require_compatible(folder: Path, now: Plan, accept_changes: bool) -> list[st
             f"the plan stored in {folder} cannot be read: {error.complaints[0].message}",
             hint="--accept-changes resumes without the comparison",
         ) from None
-    changes = differing(before, now)
-    if changes and not accept_changes:
-        listed = ", ".join(f"`{address}`" for address in changes[:6])
-        more = f" and {len(changes) - 6} more" if len(changes) > 6 else ""
+    found = diff(before, now)
+    if found.of("model"):
         raise RunError(
-            f"the checkpoint {folder} was made under a plan that differs in {listed}{more}, "
+            f"the checkpoint {folder} is of another model: {_listed(differing(found, 'model'))}",
+            hint="use the plan it was made with, or another --dump-folder to begin anew",
+        )
+    changes = differing(found, "numerics")
+    if changes and not accept_changes:
+        raise RunError(
+            f"the checkpoint {folder} was made under a plan that differs in {_listed(changes)}, "
             "which changes what is trained",
             hint="use the plan it was made with, another --dump-folder to begin anew, or --accept-changes to go on",
         )
     return changes
+
+
+def differing(found: PlanDiff, consequence: str) -> list[str]:
+    """Addresses of the changes of one consequence, each once."""
+    return list(dict.fromkeys(change.address for change in found.changes if change.consequence == consequence))
+
+
+def _listed(addresses: list[str], limit: int = 6) -> str:
+    more = f" and {len(addresses) - limit} more" if len(addresses) > limit else ""
+    return ", ".join(f"`{address}`" for address in addresses[:limit]) + more
