@@ -339,7 +339,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     elif arguments.format == "markdown":
         print(render.markdown(found))
     else:
-        emit(render.text(found, style=style_for(sys.stdout), width=width_for(sys.stdout, 120)))
+        emit(render.text(found, style=style_for(sys.stdout), width=width_for(sys.stdout, 160)))
     return 1 if arguments.exit_code and not found.same else 0
 
 

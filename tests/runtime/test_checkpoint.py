@@ -367,7 +367,7 @@ def test_how_the_work_is_split_may_differ(tmp_path: Path) -> None:
     assert diff(before, now).verdict.resume == "continues with resharding"
     assert refused_for(replace(now, fsdp=replace(now.fsdp, param_dtype="bfloat16"))) == ["fsdp.param_dtype"]
     assert refused_for(replace(now, batch=replace(now.batch, seq_len=16))) == ["batch.seq_len"]
-    with pytest.raises(RunError, match="is of another model: `model.dim`"):
+    with pytest.raises(RunError, match=r"is of another model: `model.dim`"):
         refused_for(replace(now, model=plans.tiny_model(dim=64)))
 
 
