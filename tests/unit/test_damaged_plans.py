@@ -19,6 +19,7 @@ from .builders import PIPELINE, TINY, compile_text
 
 TINY_PLAN = compile_text(TINY)
 PIPELINE_PLAN = compile_text(PIPELINE)
+TIED_PLAN = compile_text(TINY.replace("flavor: debug", "flavor: debug, overrides: {tied: true}"))
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -174,6 +175,7 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("etp", PIPELINE_PLAN, edit("mesh.etp", 2), "is neither 1 nor tp = 4", "ep-region"),
     ("unit unknown", TINY_PLAN, edit("fsdp.units.0.modules.0", "embed"), "matches no module", "fsdp-units"),
     ("unit twice", TINY_PLAN, edit("fsdp.units.0.modules.0", "norm"), "is in the FSDP units 0 and 2", "fsdp-units"),
+    ("tied apart", TIED_PLAN, edit("fsdp.units.1.modules", ["norm", "output"]), "has only one of them", "fsdp-tied"),
     ("reshard to 3", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 3), "does not divide the 4 ranks", "fsdp-units"),
     ("reshard to 1", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 1), "needs at least 2 ranks", None),
     ("ddp with shards", TINY_PLAN, edit("fsdp.strategy", "ddp"), "DDP replicates parameters", "fsdp-units"),

@@ -516,6 +516,21 @@ def _units(plan: Plan) -> Iterator[Violation]:
             )
 
 
+@_rule("fsdp-tied", "A tied embedding and output share one FSDP unit, or both belong to the root.")
+def _tied_units(plan: Plan) -> Iterator[Violation]:
+    if not plan.model.tied or plan.layers[0].stage != plan.layers[-1].stage:
+        return
+    for index, unit in enumerate(plan.fsdp.units):
+        has = [any(select(selector, (module,)) for selector in unit.modules) for module in ("tok_embeddings", "output")]
+        if has[0] != has[1]:
+            yield Violation(
+                f"fsdp.units[{index}]",
+                "`tok_embeddings` and `output` share a weight (the model is tied), but this unit has only one of them",
+                "put both into one unit",
+            )
+            return
+
+
 # ------------------------------------------------------------------ execution
 
 
