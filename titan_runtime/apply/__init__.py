@@ -12,6 +12,7 @@ from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
+from titan_runtime.apply.pipeline import Pipeline, build_stage, stages_of
 from titan_runtime.init import initialise
 from titan_runtime.mesh import data_mesh
 from titan_runtime.modules import Transformer, build
@@ -19,11 +20,19 @@ from titan_runtime.modules import Transformer, build
 __all__ = ["build_model"]
 
 
-def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transformer:
+def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transformer | Pipeline:
     """The plan's model on this rank: built, transformed, allocated and filled. Collective."""
-    # On the meta device: a model that fits no single rank must never exist in one piece.
-    module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
+    # The pipeline first: what follows is done to each stage alone, so that a rank never touches layers it does not hold.
+    # Everything is on the meta device: a model that fits no single rank must never exist in one piece.
+    if plan.mesh.pp == 1:
+        return _finish(build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype]), plan, world, device)
+    indices = stages_of(plan, world.get_local_rank("pp"))
+    parts = [_finish(build_stage(plan, index, DTYPES[plan.dtype]), plan, world, device) for index in indices]
+    return Pipeline(plan, world, parts, device)
 
+
+def _finish(module: Transformer, plan: Plan, world: DeviceMesh, device: torch.device) -> Transformer:
+    """One stage (or the whole model): transformed, allocated and filled."""
     # Checkpointing first: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
 

@@ -25,7 +25,10 @@ MATMUL = torch.ops.aten.mm.default
 
 def apply_checkpointing(module: nn.Module, plan: Plan) -> None:
     """Wrap the forward of every top-level module in place as its layer's policy says. FQNs stay as they are."""
+    here = {name for name, _ in module.named_modules()}
     for layer in plan.layers:
+        if layer.fqn not in here:  # another pipeline stage's
+            continue
         policy = plan.activation_checkpoint.policy(layer.checkpoint)
         if policy is None:
             raise RunError(
