@@ -8,6 +8,7 @@ the squared gradient: where a gradient is nearly zero, a rounding error in it is
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from tests.harness import RanksFailed, run_ranks
 from tests.parity.rows import ROWS, Row
 from tests.parity.runner import Curve, compile_row, key_of_reference, reference, run_rows, worst
+from titan_planner.ir.verify import verify
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-5
@@ -96,3 +98,14 @@ def test_row(row: Row, results) -> None:
         assert mean_difference(curve, expected) <= WEIGHT_TOLERANCE
         for fqn, weight in curve.weights.items():
             torch.testing.assert_close(weight, expected.weights[fqn], rtol=1e-3, atol=6e-3, msg=fqn)
+
+
+def test_split_backward_with_resharding_would_lose_every_weight_gradient() -> None:
+    """Why the rule pp-split-backward-reshard exists, and that the runtime would notice if the rule were passed by."""
+    row = next(row for row in ROWS if row.name == "pp 2 x dp 2 ZBVZeroBubble")
+    plan = compile_row(row)
+    units = tuple(replace(unit, reshard_after_forward=True) for unit in plan.fsdp.units)
+    resharding = replace(plan, fsdp=replace(plan.fsdp, units=units))
+    assert "pp-split-backward-reshard" in {complaint.rule for complaint in verify(resharding)}
+    with pytest.raises(RanksFailed, match="ZBVZeroBubble computed no gradient of layers"):
+        run_ranks(run_rows, row.ranks, [(resharding, False)], timeout=60)

@@ -138,6 +138,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         "pp-split-backward-reshard",
     ),
     (
+        "split backward, selective",
+        PIPELINE_PLAN,
+        edit("pipeline.schedule", "InterleavedZeroBubble"),
+        "runs backward twice over a stage",
+        "pp-split-backward-selective",
+    ),
+    (
         "microbatches",
         PIPELINE_PLAN,
         lambda d: (d["pipeline"].update(microbatches=9), d["batch"].update(local_batch_size=9, global_batch_size=18)),

@@ -461,7 +461,8 @@ def _microbatches(plan: Plan) -> Iterator[Violation]:
 
 @_rule("pp-split-backward-reshard", "Zero-bubble and V schedules keep FSDP parameters gathered until backward.")
 def _split_backward(plan: Plan) -> Iterator[Violation]:
-    # With resharding, torch 2.13 computes no weight gradients for some microbatches: losses are silently wrong from step 2.
+    # torch 2.13 looks for the weights of a stage when it has computed the gradients of its inputs. By then FSDP has put the
+    # shards back, which are not in the graph, so no weight is found and no weight gradient is computed, without an error.
     if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES or plan.fsdp.strategy != "fsdp":
         return
     for index, unit in enumerate(plan.fsdp.units):
@@ -472,6 +473,20 @@ def _split_backward(plan: Plan) -> Iterator[Violation]:
                 "set reshard_after_forward to false (never)",
             )
             return
+
+
+@_rule("pp-split-backward-selective", "Zero-bubble and V schedules do not checkpoint selectively.")
+def _split_backward_selective(plan: Plan) -> Iterator[Violation]:
+    # They run backward twice over a stage, for inputs and for weights, and torch's selective checkpointing allows one.
+    if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return
+    used = {layer.checkpoint for layer in plan.layers}
+    if any(policy.mode == "selective" and policy.name in used for policy in plan.activation_checkpoint.policies):
+        yield Violation(
+            "activation_checkpoint.policies",
+            f"{plan.pipeline.schedule} runs backward twice over a stage, which selective checkpointing does not allow",
+            "use the checkpointing mode full or none, or the schedule Interleaved1F1B",
+        )
 
 
 # ------------------------------------------------------------------ data parallelism

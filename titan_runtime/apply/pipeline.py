@@ -180,7 +180,9 @@ def _from_actions(plan: Plan, stages: list[Stage], options: dict[str, Any]) -> P
         )
     schedule = _PipelineScheduleRuntime(stages, **options)
     try:
-        actions = {rank: [_Action.from_str(text) for text in re.split(r"[,\s]+", row.strip())] for rank, row in enumerate(rows)}
+        actions = {
+            rank: [_Action.from_str(text) for text in re.split(r"[,\s]+", row.strip())] for rank, row in enumerate(rows)
+        }
         schedule._prepare_schedule_with_comms(actions)
     except (RuntimeError, ValueError, AssertionError) as error:
         raise RunError(
