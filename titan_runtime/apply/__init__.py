@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_planner.ir.plan import Plan
 from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
+from titan_runtime.apply.context import apply_context
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
 from titan_runtime.init import initialise
@@ -23,6 +24,9 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     """The plan's model on this rank: built, transformed, allocated and filled. Collective."""
     # On the meta device: a model that fits no single rank must never exist in one piece.
     module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
+
+    # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
+    apply_context(module, plan, world["cp"])
 
     # Checkpointing first: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
