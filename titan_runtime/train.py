@@ -18,6 +18,7 @@ from titan_runtime import distributed
 from titan_runtime.agreement import together
 from titan_runtime.apply import build_model
 from titan_runtime.apply.compile import compiled_loss
+from titan_runtime.apply.context import shard_sequences
 from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
 from titan_runtime.checkpoint import Checkpointer
 from titan_runtime.data import DataLoader, open_stream
@@ -86,7 +87,7 @@ def train(
     with StopRequest() as stop, loader, manual_gc() as collect, profiler(plan, rank, device, progress.step) as trace:
         began_at = progress.step
         while progress.step < steps:
-            microbatches = loader.next_batch()
+            microbatches = shard_sequences(loader.next_batch(), plan, rank)
             result = train_step(
                 plan,
                 module,

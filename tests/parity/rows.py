@@ -82,6 +82,12 @@ UNEVEN = [
     ["layers.1-7", "norm", "output"],
 ]
 
+
+def context(method: str, balance: str = "headtail") -> dict[str, str]:
+    """Pins of a context-parallel row."""
+    return {"context_parallel_method": method, "context_parallel_load_balancer": balance}
+
+
 ROWS: tuple[Row, ...] = (
     Row("one rank", {"dp_shard": 1}, sections={"training": {"local_batch_size": 2}}),
     Row("dp 2", {"dp_shard": 2}),
@@ -109,6 +115,15 @@ ROWS: tuple[Row, ...] = (
     pipeline("pp 2 x dp 2 DualPipeV", 2, "DualPipeV", local=4, degrees={"dp_shard": 2}),
     pipeline("pp 2 x dp 2 InterleavedZeroBubble", 2, "InterleavedZeroBubble", local=4, degrees={"dp_shard": 2}),
     pipeline("pp 2 x hsdp 2x2", 2, "1F1B", local=2, degrees={"dp_replicate": 2, "dp_shard": 2}),
+    *(Row(f"cp 2 {method}", {"cp": 2}, context(method)) for method in ("allgather", "ring", "alltoall")),
+    Row("cp 2 ring, not balanced", {"cp": 2}, context("ring", "none")),
+    *(Row(f"cp 4 {method}", {"cp": 4}, context(method)) for method in ("allgather", "ring")),
+    Row("cp 4 alltoall, 4 KV heads", {"cp": 4}, context("alltoall"), {"model": {
+        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "num_kv_heads": 4}}}),
+    Row("cp 2 x dp 2, ignored labels unequal", {"cp": 2, "dp_shard": 2}, masked=True),
+    Row("cp 2 x hsdp 2x2", {"cp": 2, "dp_shard": 2, "dp_replicate": 2}),
+    pipeline("pp 2 x cp 2 x dp 2", 2, "1F1B", local=4, degrees={"cp": 2, "dp_shard": 2}),
+    pipeline("pp 2 Interleaved1F1B x cp 2", 2, "Interleaved1F1B", degrees={"cp": 2}, parallelism=context("ring")),
     pipeline("pp 2, checkpointing full", 2, "1F1B", sections={"activation_checkpoint": {"mode": "full"}}),
     pipeline("pp 2, checkpointing selective", 2, "1F1B", sections={"activation_checkpoint": {"mode": "selective"}}),
     pipeline("pp 2 ZBVZeroBubble, checkpointing full", 2, "ZBVZeroBubble",

@@ -21,6 +21,7 @@ from titan_planner.ir.plan import Plan
 from titan_planner.spec import load_spec
 from titan_runtime.apply import build_model
 from titan_runtime.apply.compile import compiled_loss
+from titan_runtime.apply.context import shard_sequences
 from titan_runtime.data import DataLoader, open_stream
 from titan_runtime.init import initialise
 from titan_runtime.loss import cross_entropy_sum
@@ -129,6 +130,7 @@ def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
                 (tokens, _masked(labels, (share * accumulation + number) * local))
                 for number, (tokens, labels) in enumerate(batch)
             ]
+        batch = shard_sequences(batch, plan, rank.index)
         result = train_step(
             plan, module, optimizer, loss, batch, step=step + 1, schedule_step=step, device=device, group=group
         )

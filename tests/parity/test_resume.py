@@ -21,6 +21,7 @@ CHAIN = (
     "dp 2",
     "pp 2 x dp 2 ZBVZeroBubble",
     "pp 4 Interleaved1F1B",
+    "cp 2 x dp 2, ignored labels unequal",
     "hsdp 2x2",
     "pp 2 uneven stages",
 )

@@ -95,6 +95,7 @@ def run(rank: Rank, plan: Plan, mask: bool) -> Curve:
     """The runtime's own parts, on one of several ranks."""
     from titan_runtime.apply import build_model
     from titan_runtime.apply.compile import compiled_loss
+    from titan_runtime.apply.context import shard_sequences
     from titan_runtime.loss import cross_entropy_sum
     from titan_runtime.mesh import build_mesh, data_group, data_rank
     from titan_runtime.optimizer import build_optimizer
@@ -120,7 +121,7 @@ def run(rank: Rank, plan: Plan, mask: bool) -> Curve:
             module,
             optimizer,
             loss,
-            batch,
+            shard_sequences(batch, plan, rank.index),
             step=step + 1,
             schedule_step=step,
             device=device,

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_planner.ir.plan import Plan
 from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
+from titan_runtime.apply.context import apply_context
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
 from titan_runtime.apply.pipeline import Pipeline, build_stage, stages_of
@@ -33,6 +34,9 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
 
 def _finish(module: Transformer, plan: Plan, world: DeviceMesh, device: torch.device) -> Transformer:
     """One stage (or the whole model): transformed, allocated and filled."""
+    # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
+    apply_context(module, plan, world["cp"])
+
     # Checkpointing first: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
 
