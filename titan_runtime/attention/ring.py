@@ -59,7 +59,9 @@ class _RingAttention(Function):
             mine = torch.zeros_like(held, dtype=wide)
             for rows, seen in share.pieces((rank - step) % size, q.shape[2]):
                 cut = (t[:, :, rows] for t in (out, lse))
-                dq, dk, dv = attend_backward(grad[:, :, rows], q[:, :, rows], keys[:, :, seen], values[:, :, seen], *cut)
+                dq, dk, dv = attend_backward(
+                    grad[:, :, rows], q[:, :, rows], keys[:, :, seen], values[:, :, seen], *cut
+                )
                 grad_q[:, :, rows] += dq
                 mine[:, :, seen] += torch.cat((dk, dv), dim=1)
             grads = start_shift(wait(grads) + mine, share)

@@ -69,7 +69,9 @@ class Share:
     def join(self, parts: Tensor) -> Tensor:
         """The ranks' parts [size, batch, heads, local sequence, head_dim] as [batch, heads, sequence, head_dim]."""
         chunked = parts.unflatten(3, (self.chunks, -1))  # [size, batch, heads, chunks, length, head_dim]
-        ordered = chunked[:, :, :, 0] if self.chunks == 1 else torch.cat((chunked[:, :, :, 0], chunked[:, :, :, 1].flip(0)))
+        ordered = (
+            chunked[:, :, :, 0] if self.chunks == 1 else torch.cat((chunked[:, :, :, 0], chunked[:, :, :, 1].flip(0)))
+        )
         return ordered.movedim(0, 2).flatten(2, 3)
 
     def split(self, whole: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from titan_planner.ir.model import Gqa
 from titan_runtime.modules.rope import rotate
 
-
 InnerAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From q, k, v [batch, heads, sequence, head_dim] to [batch, heads, sequence, head_dim]; a rank may hold some heads only."""
 
