@@ -218,6 +218,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         "splits 8 KV heads over cp 16 x tp 4",
         "cp-heads",
     ),
+    (
+        "ptrr",
+        TINY_PLAN,
+        lambda d: (d["mesh"].update(cp=2, dp_shard=2), d["context_parallel"].update(load_balance="ptrr")),
+        "the balance ptrr sorts the block masks of FlexAttention",
+        "cp-balance",
+    ),
 ]  # fmt: skip
 
 

@@ -372,6 +372,16 @@ def _cp_heads(plan: Plan) -> Iterator[Violation]:
                     return
 
 
+@_rule("cp-balance", "Context parallelism is balanced head-tail or not at all.")
+def _cp_balance(plan: Plan) -> Iterator[Violation]:
+    if plan.mesh.cp > 1 and plan.context_parallel.load_balance == "ptrr":
+        yield Violation(
+            "context_parallel.load_balance",
+            "the balance ptrr sorts the block masks of FlexAttention, and no layer kind of this version has any",
+            "use headtail",
+        )
+
+
 @_rule("ep-region", "ep divides dp_shard x cp x tp, etp is 1 or tp, and experts exist.")
 def _experts(plan: Plan) -> Iterator[Violation]:
     mesh = plan.mesh

@@ -50,7 +50,7 @@ def sequence_share(plan: Plan, cp_rank: int, group: str = "") -> Share:
     balance, cp, seq_len = plan.context_parallel.load_balance, plan.mesh.cp, plan.batch.seq_len
     if balance == "ptrr":
         raise RunError(
-            "context_parallel.load_balance: `ptrr` balances block masks of FlexAttention, which this runtime has none of",
+            "context_parallel.load_balance: `ptrr` sorts the block masks of FlexAttention, and no layer kind has any",
             hint="use headtail",
         )
     chunks = 2 if balance == "headtail" else 1
