@@ -26,7 +26,6 @@ _NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
 
 MISSING: tuple[Missing, ...] = (
     Missing("mesh.pp", lambda p: p.mesh.pp > 1, "pipeline parallelism", _NO_PARALLEL),
-    Missing("mesh.tp", lambda p: p.mesh.tp > 1, "tensor parallelism", _NO_PARALLEL),
     Missing("mesh.cp", lambda p: p.mesh.cp > 1, "context parallelism", _NO_PARALLEL),
     Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
     Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),

@@ -12,6 +12,7 @@ from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
+from titan_runtime.apply.tensor import apply_tensor
 from titan_runtime.init import initialise
 from titan_runtime.mesh import data_mesh
 from titan_runtime.modules import Transformer, build
@@ -24,7 +25,12 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     # On the meta device: a model that fits no single rank must never exist in one piece.
     module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
 
-    # Checkpointing first: it replaces a block's forward, and what wraps the block later must see the replacement.
+    # Tensor parallelism first, while weights are whole: it decides which part of each weight this rank has, which data
+    # parallelism then cuts further. Its collectives are part of a module's own forward, so they are recomputed with it and
+    # compiled with it, and selective policies see the local shapes that are really multiplied.
+    apply_tensor(module, plan, world)
+
+    # Checkpointing next: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
 
     # Compilation takes in the checkpointed forward, so that the compiler sees what is recomputed. It must come before
