@@ -57,8 +57,9 @@ def apply_tensor(module: nn.Module, plan: Plan, world: DeviceMesh) -> None:
     rows = dict(_rows_of(module, plan))
     for fqn, row in rows.items():
         inside = any(fqn[:at] in rows for at in range(len(fqn)) if fqn[at] == ".")
-        _require_layouts(plan, fqn, row, inside)
-        _shard(module.get_submodule(fqn), fqn, row, inside, tp)
+        part = module.get_submodule(fqn)
+        _require_layouts(plan, part, fqn, row, inside)
+        _shard(part, fqn, row, inside, tp)
     for fqn, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
             raise RunError(
@@ -225,10 +226,8 @@ def _shard(part: nn.Module, fqn: str, row: ModuleSharding, inside: bool, tp: _Ax
             _become(part, _ReplicatedNorm)
             # On a part of the sequence each rank computes a part of the weight's gradient.
             _hold(part, fqn, None, tp, sum_gradient=tp.ranks if row.input_needed == "S(1)" else None)
-        case _, None:
-            _become(part, _Moving, enter=enter, leave=None)
         case _:
-            raise _unknown(fqn, row, f"a {type(part).__name__} whose weight lies as {row.weight}")
+            _become(part, _Moving, enter=enter, leave=None)
 
 
 def _become(part: nn.Module, first: type[nn.Module], **values: Any) -> None:
@@ -315,20 +314,28 @@ def _rows_of(module: nn.Module, plan: Plan) -> Iterator[tuple[str, ModuleShardin
             yield fqn, found
 
 
-_LAYOUTS: dict[str | None, tuple[tuple[str | None, ...], ...]] = {
-    # weight: allowed (input_needed, output)
-    "S(0)": (("R", "S(2)"), ("R", "P")),
-    "S(1)": (("S(2)", "P"),),
-    "R": (("R", "R"), ("S(1)", "S(1)")),
-    None: (("R", None), ("R", "R")),
-}
+_COMPUTED: tuple[tuple[type[nn.Module], str | None, str, str | None], ...] = (
+    # kind, weight, input it needs, result
+    (nn.Embedding, "S(0)", "R", "P"),
+    (nn.Linear, "S(0)", "R", "S(2)"),
+    (nn.Linear, "S(1)", "S(2)", "P"),
+    (RMSNorm, "R", "R", "R"),
+    (RMSNorm, "R", "S(1)", "S(1)"),
+    (nn.Module, None, "R", None),
+)
 
 
-def _require_layouts(plan: Plan, fqn: str, row: ModuleSharding, inside: bool) -> None:
+def _require_layouts(plan: Plan, part: nn.Module, fqn: str, row: ModuleSharding, inside: bool) -> None:
     """RunError unless the row is one that is computed here, and its ends meet those of the modules around it."""
     stream = "S(1)" if plan.tensor_parallel.sequence_parallel else "R"
-    if (row.input_needed, row.output) not in _LAYOUTS.get(row.weight, ()):
-        raise _unknown(fqn, row, f"an input needed as {row.input_needed} and a result as {row.output}")
+    if not any(
+        isinstance(part, kind) and [row.weight, row.input_needed, row.output] == computed for kind, *computed in _COMPUTED
+    ):
+        raise RunError(
+            f"sharding: the row of `{row.module}` makes `{fqn}` a {type(part).__name__} with weight {row.weight}, "
+            f"input {row.input_needed} and result {row.output}, which this version cannot compute",
+            hint="compile the plan anew",
+        )
     tokens_in, logits_out = fqn == "tok_embeddings", fqn == "output"
     arrives = "R" if tokens_in else row.input_needed if inside else stream
     if row.input != arrives:
@@ -345,13 +352,6 @@ def _require_layouts(plan: Plan, fqn: str, row: ModuleSharding, inside: bool) ->
             f"sharding: `{row.module}` hands its result on as {row.output_needed}, but {hands_on} is needed",
             hint="compile the plan anew with sequence or loss parallel on or off, rather than edit single rows",
         )
-
-
-def _unknown(fqn: str, row: ModuleSharding, what: str) -> RunError:
-    return RunError(
-        f"sharding: the row of `{row.module}` makes `{fqn}` {what}, which this version cannot do",
-        hint="compile the plan anew",
-    )
 
 
 def _require_even_sequence(plan: Plan) -> None:
