@@ -37,7 +37,6 @@ MISSING: tuple[Missing, ...] = (
         "tied weights when one rank holds the first and the last stage",
         "use a schedule that lays stages in a loop, e.g. 1F1B",
     ),
-    Missing("mesh.tp", lambda p: p.mesh.tp > 1, "tensor parallelism", _NO_PARALLEL),
     Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
     Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
     Missing("float8.recipe", lambda p: p.float8.recipe is not None, "Float8 training", "use `float8: none`"),

@@ -23,7 +23,7 @@ from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, 
 from titan_runtime.checkpoint import Checkpointer
 from titan_runtime.data import DataLoader, open_stream
 from titan_runtime.errors import RunError
-from titan_runtime.loss import cross_entropy_sum
+from titan_runtime.loss import loss_function
 from titan_runtime.mesh import build_mesh, data_group, data_rank
 from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog
 from titan_runtime.metrics.meter import predictions
@@ -59,7 +59,7 @@ def train(
     announce(console, plan)
     module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer)
-    loss = compiled_loss(cross_entropy_sum, plan)
+    loss = compiled_loss(loss_function(plan, world), plan)
     loader = together(lambda: open_data(plan, rank), "open the training data")
     group = data_group(world)
     checkpoints = Checkpointer(

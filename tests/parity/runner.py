@@ -24,7 +24,7 @@ from titan_runtime.apply.compile import compiled_loss
 from titan_runtime.apply.context import shard_sequences
 from titan_runtime.data import DataLoader, open_stream
 from titan_runtime.init import initialise
-from titan_runtime.loss import cross_entropy_sum
+from titan_runtime.loss import loss_function
 from titan_runtime.lr_schedule import lr_factor
 from titan_runtime.mesh import build_mesh, data_group, data_rank
 from titan_runtime.modules import build
@@ -120,7 +120,7 @@ def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
     group = data_group(world)
     module: nn.Module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer)
-    loss = compiled_loss(cross_entropy_sum, plan)
+    loss = compiled_loss(loss_function(plan, world), plan)
     share = data_rank(plan.mesh, rank.index)
     local, accumulation = plan.batch.local_batch_size, plan.batch.accumulation_steps
     curve = Curve([], [], {})

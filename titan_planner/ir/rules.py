@@ -322,6 +322,7 @@ def _tp_options(plan: Plan) -> Iterator[Violation]:
 def _sharding(plan: Plan) -> Iterator[Violation]:
     names = module_names(plan.model)
     ranks = {parameter.module: len(parameter.shape) for parameter in parameters(plan.model)}
+    ranks["output"] = 2  # a tied one owns no parameter, and still has a weight
     claimed: dict[tuple[str, str], str] = {}
     for index, row in enumerate(plan.sharding):
         at = f"sharding[{index}]"

@@ -14,6 +14,7 @@ from titan_runtime.apply.context import apply_context
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
 from titan_runtime.apply.pipeline import Pipeline, build_stage, stages_of
+from titan_runtime.apply.tensor import apply_tensor
 from titan_runtime.init import initialise
 from titan_runtime.mesh import data_mesh
 from titan_runtime.modules import Transformer, build
@@ -37,7 +38,12 @@ def _finish(module: Transformer, plan: Plan, world: DeviceMesh, device: torch.de
     # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
     apply_context(module, plan, world["cp"])
 
-    # Checkpointing first: it replaces a block's forward, and what wraps the block later must see the replacement.
+    # Tensor parallelism first, while weights are whole: it decides which part of each weight this rank has, which data
+    # parallelism then cuts further. Its collectives are part of a module's own forward, so they are recomputed with it and
+    # compiled with it, and selective policies see the local shapes that are really multiplied.
+    apply_tensor(module, plan, world)
+
+    # Checkpointing next: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
 
     # Compilation takes in the checkpointed forward, so that the compiler sees what is recomputed. It must come before

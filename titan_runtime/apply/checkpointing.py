@@ -113,5 +113,6 @@ def _shapes(part: nn.Module, fqn: str, selectors: tuple[str, ...]) -> frozenset[
     shapes = set()
     for name, child in part.named_modules():
         if isinstance(child, nn.Linear) and any(matches(selector, f"{fqn}.{name}") for selector in selectors):
-            shapes.add((child.in_features, child.out_features))
+            # The weight's own shape: under tensor parallelism a rank multiplies with a part of it.
+            shapes.add((child.weight.shape[1], child.weight.shape[0]))
     return frozenset(shapes)
