@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, assert_never
 
 import torch
@@ -157,7 +157,7 @@ class _Axis:
         self.size = plan.mesh.tp
         self.replicas = plan.tensor_parallel.kv_replicas
         self.mesh = world["tp"]
-        self.ranks = ranks_of(self.mesh)
+        self.ranks = replace(ranks_of(self.mesh), overlapped=plan.tensor_parallel.async_tp)
         self.kv_heads = frozenset(p.module for p in parameters(plan.model) if p.axes[0] == "kv_heads")
         self.attentions = tuple(block.attention for block in plan.model.layers())
         # A KV head on several ranks: the axis seen as shards x replicas. Neighbours hold the same head, for neighbours
@@ -329,7 +329,8 @@ def _require_layouts(plan: Plan, part: nn.Module, fqn: str, row: ModuleSharding,
     """RunError unless the row is one that is computed here, and its ends meet those of the modules around it."""
     stream = "S(1)" if plan.tensor_parallel.sequence_parallel else "R"
     if not any(
-        isinstance(part, kind) and [row.weight, row.input_needed, row.output] == computed for kind, *computed in _COMPUTED
+        isinstance(part, kind) and [row.weight, row.input_needed, row.output] == computed
+        for kind, *computed in _COMPUTED
     ):
         raise RunError(
             f"sharding: the row of `{row.module}` makes `{fqn}` a {type(part).__name__} with weight {row.weight}, "
