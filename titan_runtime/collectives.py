@@ -12,9 +12,10 @@ have to be added up. A gradient has a layout too: that of an `R` that each rank 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd import Function
@@ -23,11 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group by name, which compiled code can hold, unlike the group itself."""
+    """A process group by name, which compiled code can hold, unlike the group itself.
+
+    `overlapped` says that the compiler shall overlap the group's collectives with matrix products.
+    """
 
     name: str
     size: int
     rank: int
+    overlapped: bool = False
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
@@ -37,6 +42,9 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 
 def all_gather(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """The parts of all ranks, put together along `dim`. Not differentiable."""
+    if ranks.overlapped:
+        # Written out, because the compiler knows it by this form only. torch's own gather of a batch of one is a view.
+        return torch.cat(all_gather(x, 0, replace(ranks, overlapped=False)).chunk(ranks.size), dim=dim)
     return _arrived(functional.all_gather_single(x.contiguous(), dim % x.dim(), ranks.name))
 
 

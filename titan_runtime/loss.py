@@ -69,15 +69,15 @@ class ShardedCrossEntropy(Function):
         picked = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
         # Both sums in one message. Of the ranks, only one has a token's label.
         total, picked = all_reduce(torch.stack((wide.exp_().sum(-1), picked)), ranks).unbind()
-        spread = total.log()
-        ctx.save_for_backward(logits, spread + peak, local, here)
-        return spread - picked, spread + peak
+        # Not their logarithm alone: rounded to float32 where logits are large, it would bend all of a token's gradient.
+        ctx.save_for_backward(logits, peak, total, local, here)
+        return total.log() - picked, total.log() + peak
 
     @staticmethod
     def backward(ctx: Any, to_loss: Tensor, to_log_sum: Tensor) -> tuple[Tensor, None, None]:
-        logits, log_sum, local, here = ctx.saved_tensors
-        gradient = (logits.float() - log_sum.unsqueeze(-1)).exp_()
-        gradient *= (to_loss + to_log_sum).unsqueeze(-1)
+        logits, peak, total, local, here = ctx.saved_tensors
+        gradient = (logits.float() - peak.unsqueeze(-1)).exp_()
+        gradient *= ((to_loss + to_log_sum) / total).unsqueeze(-1)
         gradient.scatter_add_(-1, local.unsqueeze(-1), torch.where(here, -to_loss, 0.0).unsqueeze(-1))
         return gradient.to(logits.dtype), None, None
 

@@ -6,6 +6,7 @@ the run are those of `test_parity`: clipping is active in every step.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections import Counter
@@ -16,9 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before the harness forks, which else every rank would import for itself
+import torch.distributed.fsdp
 
 from tests import plans
 from tests.harness import Rank, run_ranks
+from tests.runtime.test_apply import CountOps
 from tests.runtime.test_checkpoint import train_ranks
 from tests.runtime.test_parity import Curve, checkpointed, parity_plan, reference, run
 from titan_planner.ir.model import Blocks, Model, SwiGlu
@@ -100,9 +104,11 @@ ROWS: dict[str, Row] = {
         compiled(tensor(on(2, local=8), sequence=False, loss=False))
     ),
     "tp2, compiled, recomputed in part": Row(compiled(checkpointed(tensor(on(2, local=8)), "selective"))),
+    "tp2, KV head on both ranks, compiled": Row(
+        compiled(tensor(on(2, local=8, model=model(kv_heads=1)), kv_replicas=2))
+    ),
     "tp4, KV heads on 2 ranks each": Row(tensor(on(4, local=8), kv_replicas=2)),
     "tp4, KV heads on 2 ranks each, stream replicated": Row(tensor(on(4, local=8), sequence=False, kv_replicas=2)),
-    "tp4, KV heads on 2 ranks each, compiled": Row(compiled(tensor(on(4, local=8), kv_replicas=2))),
     "tp4, 6 KV heads on 2 ranks each": Row(tensor(on(4, local=8, model=model(heads=12, kv_heads=6)), kv_replicas=2)),
     "tp4, 4 KV heads": Row(tensor(on(4, local=8, model=model(kv_heads=4)))),
     "tp2 x dp2, unequal labels": Row(tensor(on(2, 2)), mask=True),
@@ -110,6 +116,9 @@ ROWS: dict[str, Row] = {
     "tp2 x dp2, KV heads on 2 ranks each": Row(tensor(on(2, 2, model=model(kv_heads=1)), kv_replicas=2)),
     "tp2 x 2 replicas": Row(tensor(on(2, 1, 2))),
     "tp2 x 2 replicas, unsharded": Row(replicated(tensor(on(2, 1, 2)))),
+    "tp2 x dp2 x 2 replicas, KV head on 2 ranks": Row(
+        tensor(on(2, 2, 2, local=1, model=model(kv_heads=1)), kv_replicas=2), mask=True
+    ),
 }
 
 
@@ -263,6 +272,91 @@ def count_compilations(rank: Rank, plan: Plan) -> dict[str, int]:
 def test_equal_blocks_are_compiled_once() -> None:
     plan = tensor(on(2, local=8, model=model(kv_heads=1, layers=3)), kv_replicas=2)
     assert run_ranks(count_compilations, 2, plan)[0] == {"graphs": 1}
+
+
+def count_fusions(rank: Rank, plan: Plan) -> dict[str, Counter[str]]:
+    """Which products the compiler would overlap with their collectives on CUDA, in a block's forward and backward."""
+    import torch._inductor.fx_passes.micro_pipeline_tp as overlap
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch.distributed import _symmetric_memory
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from titan_runtime.apply import build_model
+    from titan_runtime.apply import tensor as applied
+    from titan_runtime.loss import loss_function
+    from titan_runtime.mesh import build_mesh
+
+    found: dict[str, Counter[str]] = {}
+
+    def compiler(name: str) -> Any:
+        def compile(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            changed = copy.deepcopy(graph)
+            view_to_reshape(changed)
+            overlap.micro_pipeline_tp_pass(changed.graph)
+            names = [str(node.target).split(".") for node in changed.graph.nodes]
+            found[name] = Counter(parts[1] for parts in names if parts[0] == "symm_mem")
+            return graph.forward
+
+        return compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        both = {"fw_compiler": compiler("forward"), "bw_compiler": compiler("backward")}
+        return aot_autograd(**both, decompositions=select_decomp_table())(graph, inputs)
+
+    # The pass asks for both before it looks at the graph.
+    torch.distributed.is_nccl_available = lambda: True
+    _symmetric_memory.is_symm_mem_enabled_for_group = lambda name: True
+    applied._overlap = lambda ranks, device_type: None  # refuses a CPU
+    plan = replace(plan, tensor_parallel=replace(plan.tensor_parallel, async_tp=True))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.mesh.world_size)
+    torch._dynamo.register_backend(backend, name="overlapping")
+    plan = replace(plan, compile=replace(plan.compile, enable=True, components=("model",), backend="overlapping"))
+    world = build_mesh(plan.mesh, "cpu")
+    module, tokens = (
+        build_model(plan, world, torch.device("cpu")),
+        torch.zeros(1, plan.batch.seq_len, dtype=torch.int64),
+    )
+    loss_function(plan, world)(module(tokens), tokens).backward()
+    return found
+
+
+def test_the_compiler_finds_the_products_to_overlap_with_collectives() -> None:
+    """On CUDA with `async_tp`; here its pass is only asked. No rank talks to another: the process group is a fake."""
+    [found] = run_ranks(count_fusions, 1, tensor(on(2, local=8)), process_group=False)
+    # Attention and feed-forward: gather, then the products; the last product, then scatter.
+    assert found["forward"] == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+    # The scatters of backward are of sums of several products, which torch does not overlap.
+    assert found["backward"] == {"fused_all_gather_matmul": 2}
+
+
+# ------------------------------------------------------------------ recomputation
+
+
+def count_matmuls(rank: Rank, plan: Plan) -> int:
+    from titan_runtime.apply import build_model
+    from titan_runtime.loss import loss_function
+    from titan_runtime.mesh import build_mesh
+
+    world = build_mesh(plan.mesh, "cpu")
+    module, tokens = (
+        build_model(plan, world, torch.device("cpu")),
+        torch.zeros(1, plan.batch.seq_len, dtype=torch.int64),
+    )
+    with CountOps() as count:
+        loss_function(plan, world)(module(tokens), tokens).backward()
+    return count.counts["aten.mm.default"]
+
+
+def test_a_policy_finds_its_linears_by_the_shapes_that_a_rank_multiplies() -> None:
+    plain = tensor(on(2, local=8))
+    # As without tensor parallelism: wk and wv are forced, and of the other five (wq, wo, w1, w3, w2) every second.
+    again = (
+        run_ranks(count_matmuls, 2, checkpointed(plain, "selective-alternating"))[0]
+        - run_ranks(count_matmuls, 2, plain)[0]
+    )
+    assert again == 4
 
 
 # ------------------------------------------------------------------ what is refused

@@ -128,6 +128,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("schedule without pp", TINY_PLAN, edit("pipeline.schedule", "1F1B"), "but pp is 1", "pp-schedule"),
     ("no schedule", PIPELINE_PLAN, edit("pipeline.schedule", None), "neither a schedule nor", "pp-schedule"),
     (
+        "partial reshard with tp",
+        PIPELINE_PLAN,
+        lambda d: (d["mesh"].update(tp=2, dp_shard=4), d["fsdp"]["units"][1].update(reshard_after_forward=2)),
+        "cannot reshard to 2 of 4 ranks together with tp = 2",
+        "tp-partial-reshard",
+    ),
+    (
         "split backward with reshard",
         PIPELINE_PLAN,
         lambda d: (

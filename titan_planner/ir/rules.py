@@ -557,6 +557,20 @@ def _tied_units(plan: Plan) -> Iterator[Violation]:
             return
 
 
+@_rule("tp-partial-reshard", "With tp > 1, FSDP units reshard to all ranks that shard them, or not at all.")
+def _partial_reshard(plan: Plan) -> Iterator[Violation]:
+    # torch 2.13: "Resharding to smaller mesh is not supported for DTensor parameters yet", which tp makes of all.
+    for index, unit in enumerate(plan.fsdp.units):
+        reshard = unit.reshard_after_forward
+        if plan.mesh.tp > 1 and not isinstance(reshard, bool) and reshard != plan.mesh.fsdp:
+            yield Violation(
+                f"fsdp.units[{index}].reshard_after_forward",
+                f"torch cannot reshard to {reshard} of {plan.mesh.fsdp} ranks together with tp = {plan.mesh.tp}",
+                "set reshard_after_forward to always or never, or tp to 1",
+            )
+            return
+
+
 # ------------------------------------------------------------------ execution
 
 

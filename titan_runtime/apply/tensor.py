@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, assert_never
 
 import torch
@@ -156,7 +157,7 @@ class _Axis:
         self.size = plan.mesh.tp
         self.replicas = plan.tensor_parallel.kv_replicas
         self.mesh = world["tp"]
-        self.ranks = ranks_of(self.mesh)
+        self.ranks = replace(ranks_of(self.mesh), overlapped=plan.tensor_parallel.async_tp)
         self.kv_heads = frozenset(p.module for p in parameters(plan.model) if p.axes[0] == "kv_heads")
         self.attentions = tuple(block.attention for block in plan.model.layers())
         # A KV head on several ranks: the axis seen as shards x replicas. Neighbours hold the same head, for neighbours
