@@ -111,6 +111,16 @@ def test_a_block_and_its_gradient(kernel: str, causal: bool, monkeypatch: pytest
         torch.testing.assert_close(ours, theirs)
 
 
+def test_the_cuda_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes only, on the meta device: there is no GPU here."""
+    monkeypatch.setattr(blockwise, "_kernel", lambda q: "cuda")
+    q, k, v, grad = (t.to("meta") for t in attention_inputs(4, 2, 16, torch.bfloat16))
+    out, lse = blockwise.attend(q, k, v)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    found = blockwise.attend_backward(grad, q, k, v, out, lse)
+    assert [t.shape for t in found] == [q.shape, k.shape, v.shape]
+
+
 def test_a_causal_rectangle_is_refused() -> None:
     q, k, v, _ = attention_inputs(4, 2, 12, torch.float32)
     with pytest.raises(ValueError, match="a causal block of 6 queries and 12 keys"):
