@@ -21,11 +21,11 @@ def data_mesh(world: DeviceMesh, mesh: Mesh) -> DeviceMesh:
 
     Ranks that share a sequence need the same weights at the same time, so they shard them like ranks that do not.
     """
-    shard = "dp_shard"
-    if mesh.cp > 1:
-        shard = "fsdp"
-        world["dp_shard", "cp"]._flatten(shard)
-    return world["dp_replicate", shard] if mesh.dp_replicate > 1 else world[shard]
+    if mesh.cp == 1:
+        return world["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else world["dp_shard"]
+    # Flattened meshes have no place in their root by which to slice it, so the two are put side by side, as FSDP does.
+    shards = world["dp_shard", "cp"]._flatten("fsdp")
+    return DeviceMesh._concatenate([world["dp_replicate"], shards]) if mesh.dp_replicate > 1 else shards
 
 
 def data_rank(mesh: Mesh, rank: int) -> int:

@@ -111,6 +111,48 @@ def test_a_block_and_its_gradient(kernel: str, causal: bool, monkeypatch: pytest
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [
+        ("cpu", torch.float32, 2e-6),
+        ("cpu", torch.bfloat16, 2e-2),
+        pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu),  # torch's flash kernel
+        pytest.param("cuda", torch.float32, 1e-4, marks=pytest.mark.gpu),  # the portable one
+    ],
+)
+def test_merged_blocks_are_attention_over_all_keys(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    whole = attention_inputs(8, 2, 64, dtype)
+    expected = plain_attention(*(t.double() for t in whole))
+    q, k, v, grad = (t.to(device) for t in whole)
+    late, early = slice(32, 64), slice(0, 32)
+    q, grad = q[:, :, late], grad[:, :, late]
+    merged = blockwise.Merged(*blockwise.attend(q, k[:, :, late], v[:, :, late], causal=True))
+    merged.add(slice(0, 32), *blockwise.attend(q, k[:, :, early], v[:, :, early]))
+    total = (merged.out.to(dtype), merged.lse)
+    own = blockwise.attend_backward(grad, q, k[:, :, late], v[:, :, late], *total, causal=True)
+    others = blockwise.attend_backward(grad, q, k[:, :, early], v[:, :, early], *total)
+    for ours, theirs in (
+        (merged.out, expected[0]),
+        (own[0] + others[0], expected[1]),
+        (own[1], expected[2]),
+        (own[2], expected[3]),
+    ):
+        difference = (ours.double().cpu() - theirs[:, :, late]).abs().max() / theirs.abs().max()
+        assert difference < tolerance
+
+
+def test_the_cuda_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes only, on the meta device: there is no GPU here."""
+    monkeypatch.setattr(blockwise, "_kernel", lambda q: "cuda")
+    q, k, v, grad = (t.to("meta") for t in attention_inputs(4, 2, 16, torch.bfloat16))
+    out, lse = blockwise.attend(q, k, v)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    found = blockwise.attend_backward(grad, q, k, v, out, lse)
+    assert [t.shape for t in found] == [q.shape, k.shape, v.shape]
+
+
 def test_a_causal_rectangle_is_refused() -> None:
     q, k, v, _ = attention_inputs(4, 2, 12, torch.float32)
     with pytest.raises(ValueError, match="a causal block of 6 queries and 12 keys"):

@@ -46,7 +46,7 @@ def attend_backward(
             return _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal)
         case "cuda":
             # No random state: there is no dropout. No cumulative lengths: these are not packed sequences.
-            unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+            unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
             lengths = (None, None, q.shape[2], k.shape[2])
             more = (0.0, causal, unused, unused)
             return _CUDA_BACKWARD(grad, q, k, v, out, lse.contiguous(), *lengths, *more)
