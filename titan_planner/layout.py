@@ -10,13 +10,13 @@ from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint, SpecError
 from titan_planner.ir.inventory import top_level_modules
 from titan_planner.ir.job import Batch
-from titan_planner.ir.model import Gqa, Model
+from titan_planner.ir.model import Gqa, Model, Moe
 from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding, Pipeline, Schedule, TensorParallel
 from titan_planner.ir.plan import Layer, Plan
 from titan_planner.ir.request import DEGREE_FIELDS, Request
 from titan_planner.ir.rules import divisors
 from titan_planner.schedules import default_stages_per_rank, place_stages
-from titan_planner.sharding import tensor_parallel_rows
+from titan_planner.sharding import expert_rows, tensor_parallel_rows
 from titan_planner.stages import layer_stages
 
 
@@ -70,11 +70,16 @@ def meshes(model: Model, cluster: Cluster, request: Request) -> Iterator[Mesh]:
 
 
 def _plausible(degrees: dict[str, int], model: Model, request: Request) -> bool:
-    """Whether stages have layers, heads divide over tp, and the pinned batch over the data-parallel ranks."""
+    """Whether stages have layers, heads divide over tp, the pinned ep the ranks, and the pinned batch the data ranks."""
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
     if degrees["pp"] > model.num_layers:
         return False
     if any(run.block.attention.num_heads % degrees["tp"] for run in model.blocks):
+        return False
+    pins = request.parallelism
+    ep, etp = pins.expert_parallel_degree, pins.expert_tensor_parallel_degree
+    inner = (ep if isinstance(ep, int) else 1) * (etp if isinstance(etp, int) else 1)
+    if degrees["dp_shard"] * degrees["cp"] * degrees["tp"] % inner:
         return False
     given, local = request.global_batch_size, request.local_batch_size
     share = dp * (local if isinstance(local, int) else 1)
@@ -152,7 +157,8 @@ def lay_out(
             tensor_parallel_rows(model, sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel)
             if mesh.tp > 1
             else ()
-        ),
+        )
+        + expert_rows(model, mesh),
     )
 
 
@@ -216,16 +222,22 @@ def _units(model: Model, request: Request, mesh: Mesh) -> tuple[FsdpUnit, ...]:
         reshard = pin == "always" or (pin != "never" and mesh.pp == 1)
     # The last unit is needed again at once when backward starts.
     last: bool | int = reshard if pin == "always" or isinstance(pin, int) else False
+    blocks = [FsdpUnit(modules=("layers.*",), reshard_after_forward=reshard)]
+    if mesh.ep > 1 and any(isinstance(run.block.feed_forward, Moe) for run in model.blocks):
+        # Experts are sharded over fewer ranks than the rest of their block: those that hold the same ones.
+        blocks.append(FsdpUnit(modules=("layers.*.moe.experts",), reshard_after_forward=_expert_reshard(reshard, mesh)))
     if model.tied:
-        return (
-            FsdpUnit(modules=("layers.*",), reshard_after_forward=reshard),
-            FsdpUnit(modules=("tok_embeddings", "norm", "output"), reshard_after_forward=last),
-        )
+        return (*blocks, FsdpUnit(modules=("tok_embeddings", "norm", "output"), reshard_after_forward=last))
     return (
         FsdpUnit(modules=("tok_embeddings",), reshard_after_forward=reshard),
-        FsdpUnit(modules=("layers.*",), reshard_after_forward=reshard),
+        *blocks,
         FsdpUnit(modules=("norm", "output"), reshard_after_forward=last),
     )
+
+
+def _expert_reshard(reshard: bool | int, mesh: Mesh) -> bool | int:
+    """As the block's, but a partial reshard must suit the experts' own ranks; where it does not, free them."""
+    return reshard if isinstance(reshard, bool) or mesh.efsdp % reshard == 0 else True
 
 
 def _tensor_parallel(model: Model, request: Request, mesh: Mesh) -> TensorParallel:

@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from titan_planner.ir.fqn import select
-from titan_planner.ir.inventory import linear_modules, module_names, parameters, top_level_modules
-from titan_planner.ir.model import Gqa, SwiGlu
+from titan_planner.ir.inventory import (
+    is_router,
+    linear_modules,
+    module_names,
+    parameters,
+    sharding_targets,
+    top_level_modules,
+)
+from titan_planner.ir.model import Gqa, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import MULTI_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 from titan_planner.ir.plan import Plan
 
@@ -49,6 +56,11 @@ def _rule(id: str, statement: str, structural: bool = False) -> Callable[[Check]
         return check
 
     return register
+
+
+def mixtures(model: Model) -> tuple[Moe, ...]:
+    """The mixtures of experts among the kinds of layers of `model`."""
+    return tuple(run.block.feed_forward for run in model.blocks if isinstance(run.block.feed_forward, Moe))
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -251,7 +263,7 @@ def _tp_heads(plan: Plan) -> Iterator[Violation]:
                     )
 
 
-@_rule("tp-dims", "tp divides the feed-forward width and the vocabulary.")
+@_rule("tp-dims", "tp divides the feed-forward width and the vocabulary, and etp the experts' width.")
 def _tp_dims(plan: Plan) -> Iterator[Violation]:
     tp = plan.mesh.tp
     for run in plan.model.blocks:
@@ -261,6 +273,18 @@ def _tp_dims(plan: Plan) -> Iterator[Violation]:
                     "mesh.tp",
                     f"tp = {tp} does not divide the feed-forward width {hidden}",
                     f"use one of {_legal(tuple(d for d in divisors(hidden) if d <= tp))}",
+                )
+                break
+            case Moe(shared_dim=shared) if shared % tp:
+                yield Violation(
+                    "mesh.tp",
+                    f"tp = {tp} does not divide the shared experts' width {shared}",
+                    f"use one of {_legal(tuple(d for d in divisors(shared) if d <= tp))}",
+                )
+                break
+            case Moe(hidden_dim=hidden) if hidden % plan.mesh.etp:
+                yield Violation(
+                    "mesh.etp", f"etp = {plan.mesh.etp} does not divide the experts' width {hidden}", "use etp = 1"
                 )
                 break
     if plan.model.vocab_size % tp:
@@ -320,8 +344,7 @@ def _tp_options(plan: Plan) -> Iterator[Violation]:
     "sharding-rows", "Sharding rows name existing modules, once per axis, on axes larger than 1, and dims that exist."
 )
 def _sharding(plan: Plan) -> Iterator[Violation]:
-    names = module_names(plan.model)
-    ranks = {parameter.module: len(parameter.shape) for parameter in parameters(plan.model)}
+    names = sharding_targets(plan.model)
     claimed: dict[tuple[str, str], str] = {}
     for index, row in enumerate(plan.sharding):
         at = f"sharding[{index}]"
@@ -342,7 +365,7 @@ def _sharding(plan: Plan) -> Iterator[Violation]:
                 )
                 break
             claimed[module, row.axis] = row.module
-            if row.weight is not None and row.weight.startswith("S(") and int(row.weight[2:-1]) >= ranks.get(module, 0):
+            if row.weight is not None and row.weight.startswith("S(") and int(row.weight[2:-1]) >= names[module]:
                 yield Violation(at, f"`{module}` has no weight dim {row.weight[2:-1]} to shard", "use S(0), S(1) or R")
                 break
     if plan.mesh.tp > 1 and not any(row.axis == "tp" for row in plan.sharding):
@@ -384,8 +407,53 @@ def _experts(plan: Plan) -> Iterator[Violation]:
             f"ep {mesh.ep} x etp {mesh.etp} does not divide dp_shard x cp x tp = {region}",
             f"use an ep of {_legal(divisors(region))}",
         )
-    if mesh.ep > 1:  # no layer kind of this version has experts
+    if mesh.ep == 1:
+        return
+    counts = sorted({moe.num_experts for moe in mixtures(plan.model)})
+    if not counts:
         yield Violation("mesh.ep", f"ep = {mesh.ep}, but the model has no experts", "use ep = 1")
+    for count in counts:
+        if count % mesh.ep:
+            yield Violation(
+                "mesh.ep",
+                f"ep = {mesh.ep} does not divide the {count} experts",
+                f"use one of {_legal(tuple(d for d in divisors(math.gcd(*counts)) if region % d == 0))}",
+            )
+
+
+@_rule(
+    "ep-experts",
+    "With ep > 1 the experts of every layer are an FSDP unit of their own, placed on `ep` by whole experts.",
+)
+def _expert_units(plan: Plan) -> Iterator[Violation]:
+    if plan.mesh.ep == 1:
+        return
+    experts = dict.fromkeys(parameter.module for parameter in parameters(plan.model) if parameter.is_expert)
+    placed = {
+        name: row.weight
+        for row in plan.sharding
+        if row.axis == "ep"
+        for name in select(row.module, sharding_targets(plan.model))
+    }
+    for parameter in parameters(plan.model):
+        if parameter.is_expert and placed.get(parameter.target) != "S(0)":
+            yield Violation(
+                "sharding",
+                f"ep = {plan.mesh.ep}, but `{parameter.target}` is not placed on the axis `ep` by S(0)",
+                "compile the plan anew, or set mesh.ep to 1",
+            )
+            break
+    units = [unit.modules for unit in plan.fsdp.units]
+    names = module_names(plan.model)
+    alone = {name for modules in units if len(modules) == 1 for name in select(modules[0], names)}
+    missing = [name for name in experts if name not in alone]
+    if plan.fsdp.strategy == "fsdp" and missing:
+        yield Violation(
+            "fsdp.units",
+            f"ep = {plan.mesh.ep}, but `{missing[0]}` is no FSDP unit of its own: experts are sharded over other ranks than "
+            "the rest of their block",
+            'add a unit of the modules ["layers.*.moe.experts"]',
+        )
 
 
 # ------------------------------------------------------------------ pipeline
@@ -584,6 +652,13 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
             )
         converted.update(found)
         for module in found:
+            if is_router(module):
+                yield Violation(
+                    f"float8.converted[{index}]",
+                    f"`{module}` is a router, which computes in float32",
+                    f"move `{selector}` to skipped",
+                )
+                break
             out_features, in_features = linears[module]
             if out_features % 16 or in_features % 16:
                 yield Violation(
