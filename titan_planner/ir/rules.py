@@ -559,6 +559,7 @@ def _units(plan: Plan) -> Iterator[Violation]:
             yield Violation("fsdp.units", "DDP has no units", "empty the list, or use the strategy fsdp")
         return
     claimed: dict[str, int] = {}
+    experts = tuple(dict.fromkeys(p.module for p in parameters(plan.model) if p.is_expert))
     for index, unit in enumerate(plan.fsdp.units):
         for selector in unit.modules:
             found = select(selector, names)
@@ -576,11 +577,12 @@ def _units(plan: Plan) -> Iterator[Violation]:
                     break
                 claimed[module] = index
         reshard = unit.reshard_after_forward
-        if not isinstance(reshard, bool) and plan.mesh.fsdp % reshard:
+        ranks = plan.mesh.efsdp if any(select(selector, experts) for selector in unit.modules) else plan.mesh.fsdp
+        if not isinstance(reshard, bool) and ranks % reshard:
             yield Violation(
                 f"fsdp.units[{index}].reshard_after_forward",
-                f"resharding to {reshard} ranks does not divide the {plan.mesh.fsdp} ranks that shard",
-                f"use one of {_legal(divisors(plan.mesh.fsdp))}",
+                f"resharding to {reshard} ranks does not divide the {ranks} ranks that shard",
+                f"use one of {_legal(divisors(ranks))}",
             )
 
 

@@ -11,9 +11,10 @@ from titan_planner.ir.plan import Plan
 from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.ddp import apply_ddp
+from titan_runtime.apply.experts import apply_experts
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
 from titan_runtime.init import initialise
-from titan_runtime.mesh import data_mesh
+from titan_runtime.mesh import build_expert_mesh, data_mesh, expert_data_mesh
 from titan_runtime.modules import Transformer, build
 
 __all__ = ["build_model"]
@@ -24,7 +25,11 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     # On the meta device: a model that fits no single rank must never exist in one piece.
     module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
 
-    # Checkpointing first: it replaces a block's forward, and what wraps the block later must see the replacement.
+    # Experts first of all: they change which weights a rank has, and everything else wraps what is there.
+    experts = build_expert_mesh(plan.mesh, device.type) if plan.mesh.ep > 1 else None
+    apply_experts(module, plan, experts["ep"] if experts is not None else None)
+
+    # Then checkpointing: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
 
     # Compilation takes in the checkpointed forward, so that the compiler sees what is recomputed. It must come before
@@ -34,7 +39,12 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     # Data parallelism last: it turns parameters into shards, and everything before may still look at whole shapes.
     match plan.fsdp.strategy:
         case "fsdp":
-            apply_fsdp(module, plan, data_mesh(world, plan.mesh))
+            apply_fsdp(
+                module,
+                plan,
+                data_mesh(world, plan.mesh),
+                experts=None if experts is None else expert_data_mesh(experts, plan.mesh),
+            )
         case "ddp":
             apply_ddp(module, plan, world["dp_replicate"])
         case _:

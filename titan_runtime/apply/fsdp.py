@@ -8,21 +8,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from titan_planner.ir.fqn import select
-from titan_planner.ir.inventory import module_names
+from titan_planner.ir.inventory import fsdp_dim, module_names, parameters
 from titan_planner.ir.parallel import Fsdp, FsdpUnit
 from titan_planner.ir.plan import Plan
 from titan_runtime.errors import RunError
+from titan_runtime.modules.moe import GroupedExperts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
     """Shard `module` in place over `mesh` (1-D, or 2-D for HSDP) in the plan's units; what is in none is the root's.
 
     Gradients come out as plain sums over ranks and accumulation steps: the loss is already divided by the number of
-    valid tokens of the whole step.
+    valid tokens of the whole step. Units of experts are sharded over `experts` where there is expert parallelism: the
+    ranks that hold the same ones. Their gradients are whole sums too: each expert has seen the tokens of all ep ranks.
     """
     fsdp = plan.fsdp
     precision = MixedPrecisionPolicy(
@@ -31,6 +34,11 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         # Inputs are not cast: activations have param_dtype from the embedding on, and rotary tables must stay float32.
         cast_forward_inputs=False,
     )
+    dims = _shard_dims(module, plan)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return dims.get(parameter)
+
     units = resolve_units(fsdp, module_names(plan.model))
     if plan.model.tied:
         _require_together(units, "tok_embeddings", "output")
@@ -39,15 +47,22 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         modules = [module.get_submodule(fqn) for fqn in members]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
+            mesh=experts if experts is not None and isinstance(modules[0], GroupedExperts) else mesh,
             mp_policy=precision,
             reshard_after_forward=unit.reshard_after_forward,
+            shard_placement_fn=placement,
         )
         handles.append(cast(FSDPModule, modules[0]))
     # The root's own parameters are needed again as soon as backward starts; torch keeps them gathered by default.
-    fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision, shard_placement_fn=placement)
     sum_gradients(module)
     _prefetch(handles, fsdp)
+
+
+def _shard_dims(module: nn.Module, plan: Plan) -> dict[nn.Parameter, Shard]:
+    """The parameters that are sharded on another dim than their first: stacks of fewer experts than ranks."""
+    dims = {parameter.fqn: fsdp_dim(parameter, plan.mesh) for parameter in parameters(plan.model)}
+    return {parameter: Shard(dims[fqn]) for fqn, parameter in module.named_parameters() if dims.get(fqn)}
 
 
 def sum_gradients(module: nn.Module) -> None:
