@@ -10,7 +10,7 @@ from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint, SpecError
 from titan_planner.ir.inventory import top_level_modules
 from titan_planner.ir.job import Batch
-from titan_planner.ir.model import Gqa, Model, Moe
+from titan_planner.ir.model import Gqa, Model
 from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding, Pipeline, Schedule, TensorParallel
 from titan_planner.ir.plan import Layer, Plan
 from titan_planner.ir.request import DEGREE_FIELDS, Request
@@ -222,22 +222,16 @@ def _units(model: Model, request: Request, mesh: Mesh) -> tuple[FsdpUnit, ...]:
         reshard = pin == "always" or (pin != "never" and mesh.pp == 1)
     # The last unit is needed again at once when backward starts.
     last: bool | int = reshard if pin == "always" or isinstance(pin, int) else False
-    blocks = [FsdpUnit(modules=("layers.*",), reshard_after_forward=reshard)]
-    if mesh.ep > 1 and any(isinstance(run.block.feed_forward, Moe) for run in model.blocks):
-        # Experts are sharded over fewer ranks than the rest of their block: those that hold the same ones.
-        blocks.append(FsdpUnit(modules=("layers.*.moe.experts",), reshard_after_forward=_expert_reshard(reshard, mesh)))
     if model.tied:
-        return (*blocks, FsdpUnit(modules=("tok_embeddings", "norm", "output"), reshard_after_forward=last))
+        return (
+            FsdpUnit(modules=("layers.*",), reshard_after_forward=reshard),
+            FsdpUnit(modules=("tok_embeddings", "norm", "output"), reshard_after_forward=last),
+        )
     return (
         FsdpUnit(modules=("tok_embeddings",), reshard_after_forward=reshard),
-        *blocks,
+        FsdpUnit(modules=("layers.*",), reshard_after_forward=reshard),
         FsdpUnit(modules=("norm", "output"), reshard_after_forward=last),
     )
-
-
-def _expert_reshard(reshard: bool | int, mesh: Mesh) -> bool | int:
-    """As the block's, but a partial reshard must suit the experts' own ranks; where it does not, free them."""
-    return reshard if isinstance(reshard, bool) or mesh.efsdp % reshard == 0 else True
 
 
 def _tensor_parallel(model: Model, request: Request, mesh: Mesh) -> TensorParallel:

@@ -421,20 +421,13 @@ def _experts(plan: Plan) -> Iterator[Violation]:
             )
 
 
-@_rule(
-    "ep-experts",
-    "With ep > 1 the experts of every layer are an FSDP unit of their own, placed on `ep` by whole experts.",
-)
-def _expert_units(plan: Plan) -> Iterator[Violation]:
+@_rule("ep-experts", "With ep > 1 sharding rows place the weights of all experts on `ep` by whole experts.")
+def _expert_rows(plan: Plan) -> Iterator[Violation]:
     if plan.mesh.ep == 1:
         return
-    experts = dict.fromkeys(parameter.module for parameter in parameters(plan.model) if parameter.is_expert)
-    placed = {
-        name: row.weight
-        for row in plan.sharding
-        if row.axis == "ep"
-        for name in select(row.module, sharding_targets(plan.model))
-    }
+    targets = sharding_targets(plan.model)
+    rows = [row for row in plan.sharding if row.axis == "ep"]
+    placed = {name: row.weight for row in rows for name in select(row.module, targets)}
     for parameter in parameters(plan.model):
         if parameter.is_expert and placed.get(parameter.target) != "S(0)":
             yield Violation(
@@ -442,18 +435,7 @@ def _expert_units(plan: Plan) -> Iterator[Violation]:
                 f"ep = {plan.mesh.ep}, but `{parameter.target}` is not placed on the axis `ep` by S(0)",
                 "compile the plan anew, or set mesh.ep to 1",
             )
-            break
-    units = [unit.modules for unit in plan.fsdp.units]
-    names = module_names(plan.model)
-    alone = {name for modules in units if len(modules) == 1 for name in select(modules[0], names)}
-    missing = [name for name in experts if name not in alone]
-    if plan.fsdp.strategy == "fsdp" and missing:
-        yield Violation(
-            "fsdp.units",
-            f"ep = {plan.mesh.ep}, but `{missing[0]}` is no FSDP unit of its own: experts are sharded over other ranks than "
-            "the rest of their block",
-            'add a unit of the modules ["layers.*.moe.experts"]',
-        )
+            return
 
 
 # ------------------------------------------------------------------ pipeline
@@ -561,6 +543,7 @@ def _units(plan: Plan) -> Iterator[Violation]:
     claimed: dict[str, int] = {}
     experts = tuple(dict.fromkeys(p.module for p in parameters(plan.model) if p.is_expert))
     for index, unit in enumerate(plan.fsdp.units):
+        mine = {module for selector in unit.modules for module in select(selector, names)}
         for selector in unit.modules:
             found = select(selector, names)
             if not found:
@@ -577,7 +560,10 @@ def _units(plan: Plan) -> Iterator[Violation]:
                     break
                 claimed[module] = index
         reshard = unit.reshard_after_forward
-        ranks = plan.mesh.efsdp if any(select(selector, experts) for selector in unit.modules) else plan.mesh.fsdp
+        ranks = plan.mesh.fsdp
+        if any(fqn == module or fqn.startswith(f"{module}.") for fqn in experts for module in mine):
+            # Experts are sharded over fewer ranks than the rest of their unit.
+            ranks = math.gcd(ranks, plan.mesh.efsdp)
         if not isinstance(reshard, bool) and ranks % reshard:
             yield Violation(
                 f"fsdp.units[{index}].reshard_after_forward",
@@ -609,6 +595,25 @@ def _checkpointing(plan: Plan) -> Iterator[Violation]:
                 "turn compile on with the component `model`, or use the mode selective",
             )
             return
+
+
+@_rule("ac-nested-units", "No FSDP unit lies inside a selectively checkpointed block.")
+def _nested_units(plan: Plan) -> Iterator[Violation]:
+    # Its hooks run operators inside of the checkpointed region, others in forward than in recomputation: torch 2.13 fails.
+    modes = {policy.name: policy.mode for policy in plan.activation_checkpoint.policies}
+    selective = {layer.fqn for layer in plan.layers if modes.get(layer.checkpoint) == "selective"}
+    names = module_names(plan.model)
+    for index, unit in enumerate(plan.fsdp.units):
+        for module in (name for selector in unit.modules for name in select(selector, names)):
+            block = ".".join(module.split(".")[:2])
+            if module != block and block in selective:
+                yield Violation(
+                    f"fsdp.units[{index}]",
+                    f"`{module}` is an FSDP unit inside of `{block}`, which is checkpointed selectively: torch cannot "
+                    "recompute it",
+                    "remove the unit, or checkpoint the block in the mode full or none",
+                )
+                return
 
 
 @_rule("float8-hardware", "Float8 runs on GPUs that have it, or is emulated; MXFP8 is never emulated.")

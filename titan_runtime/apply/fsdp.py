@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+# Not public yet, but what torch documents for experts: parameters of one unit over meshes of their own.
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
 from titan_planner.ir.fqn import select
@@ -15,7 +19,6 @@ from titan_planner.ir.inventory import fsdp_dim, module_names, parameters
 from titan_planner.ir.parallel import Fsdp, FsdpUnit
 from titan_planner.ir.plan import Plan
 from titan_runtime.errors import RunError
-from titan_runtime.modules.moe import GroupedExperts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -24,8 +27,8 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
     """Shard `module` in place over `mesh` (1-D, or 2-D for HSDP) in the plan's units; what is in none is the root's.
 
     Gradients come out as plain sums over ranks and accumulation steps: the loss is already divided by the number of
-    valid tokens of the whole step. Units of experts are sharded over `experts` where there is expert parallelism: the
-    ranks that hold the same ones. Their gradients are whole sums too: each expert has seen the tokens of all ep ranks.
+    valid tokens of the whole step. With expert parallelism experts are sharded over `experts`, the ranks that hold the
+    same ones. Their gradients are whole sums too: each expert has seen the tokens of all ep ranks.
     """
     fsdp = plan.fsdp
     precision = MixedPrecisionPolicy(
@@ -34,11 +37,7 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
         # Inputs are not cast: activations have param_dtype from the embedding on, and rotary tables must stay float32.
         cast_forward_inputs=False,
     )
-    dims = _shard_dims(module, plan)
-
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        return dims.get(parameter)
-
+    placement = _placements(module, plan, experts)
     units = resolve_units(fsdp, module_names(plan.model))
     if plan.model.tied:
         _require_together(units, "tok_embeddings", "output")
@@ -47,7 +46,7 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
         modules = [module.get_submodule(fqn) for fqn in members]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=experts if experts is not None and isinstance(modules[0], GroupedExperts) else mesh,
+            mesh=mesh,
             mp_policy=precision,
             reshard_after_forward=unit.reshard_after_forward,
             shard_placement_fn=placement,
@@ -59,10 +58,28 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
     _prefetch(handles, fsdp)
 
 
-def _shard_dims(module: nn.Module, plan: Plan) -> dict[nn.Parameter, Shard]:
-    """The parameters that are sharded on another dim than their first: stacks of fewer experts than ranks."""
-    dims = {parameter.fqn: fsdp_dim(parameter, plan.mesh) for parameter in parameters(plan.model)}
-    return {parameter: Shard(dims[fqn]) for fqn, parameter in module.named_parameters() if dims.get(fqn)}
+def _placements(
+    module: nn.Module, plan: Plan, experts: DeviceMesh | None
+) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None]:
+    """Where each parameter goes when that is not dim 0 over the ranks of its unit.
+
+    Experts of a block's unit are gathered and reduced with it, but over ranks of their own. (As a unit of their own
+    inside of the block they would do that within a checkpointed region, which breaks selective checkpointing.)
+    """
+    own = None if experts is None else _mesh_info(experts)  # one object for all: torch tells ranks apart by it
+    inventory = {parameter.fqn: parameter for parameter in parameters(plan.model)}
+    found: dict[nn.Parameter, Shard | ShardPlacementResult] = {}
+    for fqn, parameter in module.named_parameters():
+        if fqn in inventory and inventory[fqn].is_expert:
+            dim = Shard(fsdp_dim(inventory[fqn], plan.mesh))
+            found[parameter] = dim if own is None else ShardPlacementResult(placement=dim, mesh_info=own)
+    return found.get
+
+
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def sum_gradients(module: nn.Module) -> None:
