@@ -30,7 +30,7 @@ MISSING: tuple[Missing, ...] = (
     Missing("mesh.tp", lambda p: p.mesh.tp > 1, "tensor parallelism", _NO_PARALLEL),
     Missing("mesh.cp", lambda p: p.mesh.cp > 1, "context parallelism", _NO_PARALLEL),
     Missing(
-        "mesh.tp",
+        "model.blocks",
         lambda p: p.mesh.tp > 1 and bool(mixtures(p.model)),
         "tensor parallelism of a model with experts",
         _NO_PARALLEL,

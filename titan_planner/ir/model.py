@@ -110,6 +110,10 @@ class Moe:
     def check(self) -> None:
         if self.top_k > self.num_experts:
             raise InvariantError("top_k", f"`top_k` {self.top_k} is more than the {self.num_experts} experts")
+        if self.route_norm and self.top_k == 1:
+            raise InvariantError(
+                "route_norm", "`route_norm` with `top_k` 1 makes every score 1, so that the router would never learn"
+            )
         if (self.num_groups is None) != (self.num_limited_groups is None):
             raise InvariantError(
                 "num_limited_groups", "`num_groups` and `num_limited_groups` go together: set both or none"

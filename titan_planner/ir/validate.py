@@ -151,7 +151,7 @@ def _explain_any_of(error: ValidationError, name: str, path: PathTuple) -> Itera
     kind = _json_type(value)
     root: Any = error.validator_value
     wrong_kind: dict[int, Any] = {
-        inner.schema_path[0]: inner.validator_value
+        int(inner.schema_path[0]): inner.validator_value
         for inner in error.context or ()
         if inner.validator == "const" and list(inner.path) == ["kind"]
     }

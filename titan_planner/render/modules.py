@@ -136,7 +136,7 @@ class Modules:
         """The parameters of `fqn` and everything below it."""
         if fqn in self.by_module:
             return self.by_module[fqn]
-        return [p for p in self.parameters if p.fqn.startswith(f"{fqn}.")]
+        return [p for p in self.parameters if p.fqn.startswith(f"{fqn}.") or p.target == fqn]
 
     def groups(self, wanted: Iterable[str] | None = None) -> list[Group]:
         """The top-level modules (all, or those named), with layers that are decided alike folded, in model order."""

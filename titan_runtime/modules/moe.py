@@ -76,7 +76,8 @@ class GroupedExperts(nn.Module):
 def run_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """w2[e](silu(w1[e] x) * w3[e] x) for the rows x of every expert e; as `GroupedExperts`."""
     x = x.to(w1.dtype)
-    if grouped_product_works(x, w1, w2):
+    # Not without any row: torch 2.13's grouped product cannot differentiate that.
+    if len(x) and grouped_product_works(x, w1, w2):
         ends = counts.cumsum(0, dtype=torch.int32)
         hidden = silu(_grouped(x, w1, ends)) * _grouped(x, w3, ends)
         return _grouped(hidden, w2, ends)
