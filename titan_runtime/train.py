@@ -114,6 +114,10 @@ def train(
                 measured = meter.measure(loader.wait_s)
                 seen = progress.tokens_seen
                 console.step(step, steps, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
+                if result.experts is not None and result.experts.dropped:
+                    console.say(
+                        f"note: in step {step} expert capacity cut off {result.experts.dropped:,} choices of tokens"
+                    )
                 scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers, more=more)
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.

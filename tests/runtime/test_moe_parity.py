@@ -177,6 +177,11 @@ def test_experts_of_a_unit_of_their_own_learn_the_same(expected: Curve) -> None:
     print(check(replace(plan, fsdp=fsdp), expected))
 
 
+def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> None:
+    plan = moe_plan(plans.mesh(1, 2), local=2)
+    print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
+
+
 def test_stacks_of_few_experts_are_sharded_inside_of_them() -> None:
     """With two experts on four ranks that are two expert ranks, FSDP cuts each expert's matrices instead."""
     layer = {
