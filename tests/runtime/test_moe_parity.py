@@ -38,10 +38,18 @@ def moe_plan(grid: Mesh | None = None, **sections: object) -> Plan:
     return parity_plan(grid, **{"model": plans.tiny_moe_model(), **sections})
 
 
-def reference(plan: Plan) -> Curve:
+def lean_on(module: torch.nn.Module, leaning: float) -> None:
+    """Add to the bias of each layer's first two experts, so that tokens prefer them."""
+    for name, buffer in module.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer[:2] += leaning
+
+
+def reference(plan: Plan, leaning: float = 0.0) -> Curve:
     """One process and one forward a step, with clipping and the bias' steps written out."""
     module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
     initialise(module, plan.model, plan.seeds.seed)
+    lean_on(module, leaning)
     values = plan.optimizer
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=values.lr, betas=(values.beta1, values.beta2), eps=values.eps, weight_decay=0.1
@@ -78,7 +86,7 @@ def reference(plan: Plan) -> Curve:
     return curve
 
 
-def run(rank: Rank, plan: Plan) -> Curve:
+def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
     """The runtime's own parts, on one of several ranks."""
     from titan_runtime.apply import build_model
     from titan_runtime.checkpoint.tensors import model_tensors
@@ -91,6 +99,7 @@ def run(rank: Rank, plan: Plan) -> Curve:
     world = build_mesh(plan.mesh, "cpu")
     group = data_group(world)
     module = build_model(plan, world, device)
+    lean_on(module, leaning)
     optimizer = build_optimizer(module, plan.optimizer)
     curve = Curve([], [], [], {})
     share = data_rank(plan.mesh, rank.index)
@@ -116,10 +125,10 @@ def run(rank: Rank, plan: Plan) -> Curve:
     return curve
 
 
-def check(plan: Plan, expected: Curve) -> dict[str, float]:
+def check(plan: Plan, expected: Curve, leaning: float = 0.0) -> dict[str, float]:
     """Assert that the ranks of `plan` do what one process does; the largest differences seen."""
     assert verify(replace(plan, data=plans.tiny_plan().data)) == ()
-    curves = run_ranks(run, plan.mesh.world_size, plan)
+    curves = run_ranks(run, plan.mesh.world_size, plan, leaning)
     for curve in curves:
         assert curve.losses == curves[0].losses
         assert curve.norms == curves[0].norms
@@ -180,6 +189,13 @@ def test_experts_of_a_unit_of_their_own_learn_the_same(expected: Curve) -> None:
 def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> None:
     plan = moe_plan(plans.mesh(1, 2), local=2)
     print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
+
+
+def test_ranks_whose_experts_nobody_chooses_take_part() -> None:
+    plan = moe_plan(plans.mesh(4, ep=2), local=2)
+    skewed = reference(plan, leaning=5.0)
+    assert skewed.imbalances[-1] == {"1": 4.0, "2": 4.0}
+    print(check(plan, skewed, leaning=5.0))
 
 
 def test_stacks_of_few_experts_are_sharded_inside_of_them() -> None:

@@ -158,7 +158,7 @@ class Block:
     """One pre-norm transformer block: x + attention(norm x), then x + feed_forward(norm x)."""
 
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: Annotated[FeedForward, Field("What follows attention: one layer for all tokens, or experts.")]
     norm: Annotated[RmsNorm, Field("Both norms of the block.")]
 
 

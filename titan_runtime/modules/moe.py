@@ -51,7 +51,8 @@ class Router(nn.Module):
         if moe.num_groups is not None and moe.num_limited_groups is not None:
             grouped = judged.unflatten(1, (moe.num_groups, -1))
             best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(moe.num_limited_groups, dim=-1).indices
-            allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
+            groups = torch.arange(moe.num_groups, device=best.device)
+            allowed = (best.unsqueeze(-1) == groups).any(dim=1)
             judged = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(1)
         return judged.topk(moe.top_k, dim=-1).indices
 
