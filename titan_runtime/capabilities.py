@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_planner.ir.plan import Plan
+from titan_planner.ir.rules import mixtures
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,19 @@ MISSING: tuple[Missing, ...] = (
         "tied weights when one rank holds the first and the last stage",
         "use a schedule that lays stages in a loop, e.g. 1F1B",
     ),
-    Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
+    Missing(
+        "model.blocks",
+        lambda p: p.mesh.tp > 1 and bool(mixtures(p.model)),
+        "tensor parallelism of a model with experts",
+        _NO_PARALLEL,
+    ),
+    Missing("mesh.etp", lambda p: p.mesh.etp > 1, "tensor parallelism inside an expert", _NO_PARALLEL),
+    Missing(
+        "expert_parallel.comm_backend",
+        lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",
+        "token dispatch by DeepEP or HybridEP",
+        "use `standard`",
+    ),
     Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
     Missing("float8.recipe", lambda p: p.float8.recipe is not None, "Float8 training", "use `float8: none`"),
     Missing("loss.z_loss", lambda p: p.loss.z_loss != 0, "the z-loss", "set z_loss to 0"),

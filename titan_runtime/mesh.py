@@ -37,3 +37,21 @@ def data_rank(mesh: Mesh, rank: int) -> int:
 def data_group(world: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that see different tokens of one global batch: replicas, shards and context together. Collective."""
     return world["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp").get_group()
+
+
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+
+
+def build_expert_mesh(mesh: Mesh, device: str) -> DeviceMesh:
+    """The same ranks as experts see them: dp_shard x cp x tp cut anew into efsdp x ep x etp. Collective.
+
+    Ranks with the same place on ep (and etp) hold the same experts, and FSDP shards those over efsdp. etp is innermost
+    as tp is, so that the ranks of one tensor group stay together.
+    """
+    degrees = (mesh.pp, mesh.dp_replicate, mesh.efsdp, mesh.ep, mesh.etp)
+    return init_device_mesh(device, degrees, mesh_dim_names=EXPERT_AXES)
+
+
+def expert_data_mesh(experts: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The ranks that FSDP of experts works over, as `data_mesh` for everything else."""
+    return experts["dp_replicate", "efsdp"] if mesh.dp_replicate > 1 else experts["efsdp"]

@@ -15,6 +15,7 @@ from titan_runtime.apply.fsdp import set_last_microbatch
 from titan_runtime.apply.pipeline import Pipeline
 from titan_runtime.clip import clip_, global_norm
 from titan_runtime.errors import RunError
+from titan_runtime.experts import ExpertCounts, ExpertLoad
 from titan_runtime.loss import count_valid
 from titan_runtime.lr_schedule import lr_factor
 from titan_runtime.modules.output import Loss
@@ -52,6 +53,7 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
+    experts: ExpertLoad | None = None
 
 
 def train_step(
@@ -86,7 +88,10 @@ def train_step(
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # The one point of a step where the host waits for the device. It has to come before the update: afterwards a bad
     # gradient is in the weights and in the next checkpoint. Both numbers are the same bits on every rank.
-    mean_loss, grad_norm = torch.stack((total.double(), norm)).tolist()
+    counts = ExpertCounts(module, group)
+    mean_loss, grad_norm, *loads = torch.cat(
+        (torch.stack((total.double(), norm)), counts.numbers().to(device))
+    ).tolist()
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         raise RunError(
             f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; "
@@ -95,9 +100,10 @@ def train_step(
             agreed=True,
         )
     clip_(gradients, norm, plan.optimizer.max_norm)
+    counts.update_bias()
 
     lr = plan.optimizer.lr * lr_factor(plan.lr_schedule, schedule_step)
     set_lr(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss=mean_loss, grad_norm=grad_norm, lr=lr)
+    return StepResult(loss=mean_loss, grad_norm=grad_norm, lr=lr, experts=counts.report(loads))

@@ -108,13 +108,18 @@ def train(
             collect(step)
 
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+            more = result.experts.numbers() if result.experts else {}
             if log is not None:
-                log.write(step=step, tokens_seen=progress.tokens_seen, **numbers)
+                log.write(step=step, tokens_seen=progress.tokens_seen, **numbers, more=more)
             if step == began_at + 1 or step % plan.job.metrics.log_freq == 0 or step == steps:
                 measured = meter.measure(loader.wait_s)
                 seen = progress.tokens_seen
                 console.step(step, steps, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
-                scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
+                if result.experts is not None and result.experts.dropped:
+                    console.say(
+                        f"note: in step {step} expert capacity cut off {result.experts.dropped:,} choices of tokens"
+                    )
+                scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers, more=more)
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
                 distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))

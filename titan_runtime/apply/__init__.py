@@ -12,11 +12,12 @@ from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.context import apply_context
 from titan_runtime.apply.ddp import apply_ddp
+from titan_runtime.apply.experts import apply_experts
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
 from titan_runtime.apply.pipeline import Pipeline, build_stage, stages_of
 from titan_runtime.apply.tensor import apply_tensor
 from titan_runtime.init import initialise
-from titan_runtime.mesh import data_mesh
+from titan_runtime.mesh import build_expert_mesh, data_mesh, expert_data_mesh
 from titan_runtime.modules import Transformer, build
 
 __all__ = ["build_model"]
@@ -26,19 +27,26 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     """The plan's model on this rank: built, transformed, allocated and filled. Collective."""
     # The pipeline first: what follows is done to each stage alone, so that a rank never touches layers it does not hold.
     # Everything is on the meta device: a model that fits no single rank must never exist in one piece.
+    experts = build_expert_mesh(plan.mesh, device.type) if plan.mesh.ep > 1 else None
+    dtype = DTYPES[plan.dtype]
     if plan.mesh.pp == 1:
-        return _finish(build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype]), plan, world, device)
+        return _finish(build(plan.model, seq_len=plan.batch.seq_len, dtype=dtype), plan, world, experts, device)
     indices = stages_of(plan, world.get_local_rank("pp"))
-    parts = [_finish(build_stage(plan, index, DTYPES[plan.dtype]), plan, world, device) for index in indices]
+    parts = [_finish(build_stage(plan, index, dtype), plan, world, experts, device) for index in indices]
     return Pipeline(plan, world, parts, device)
 
 
-def _finish(module: Transformer, plan: Plan, world: DeviceMesh, device: torch.device) -> Transformer:
+def _finish(
+    module: Transformer, plan: Plan, world: DeviceMesh, experts: DeviceMesh | None, device: torch.device
+) -> Transformer:
     """One stage (or the whole model): transformed, allocated and filled."""
+    # Experts first of all: they change which weights a rank has, and everything else wraps what is there.
+    apply_experts(module, plan, experts["ep"] if experts is not None else None)
+
     # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
     apply_context(module, plan, world["cp"])
 
-    # Tensor parallelism first, while weights are whole: it decides which part of each weight this rank has, which data
+    # Tensor parallelism while weights are whole: it decides which part of each weight this rank has, which data
     # parallelism then cuts further. Its collectives are part of a module's own forward, so they are recomputed with it and
     # compiled with it, and selective policies see the local shapes that are really multiplied.
     apply_tensor(module, plan, world)
@@ -53,7 +61,12 @@ def _finish(module: Transformer, plan: Plan, world: DeviceMesh, device: torch.de
     # Data parallelism last: it turns parameters into shards, and everything before may still look at whole shapes.
     match plan.fsdp.strategy:
         case "fsdp":
-            apply_fsdp(module, plan, data_mesh(world, plan.mesh))
+            apply_fsdp(
+                module,
+                plan,
+                data_mesh(world, plan.mesh),
+                experts=None if experts is None else expert_data_mesh(experts, plan.mesh),
+            )
         case "ddp":
             apply_ddp(module, plan, world["dp_replicate"])
         case _:
