@@ -26,9 +26,6 @@ class Missing:
 _NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
 
 MISSING: tuple[Missing, ...] = (
-    Missing("mesh.pp", lambda p: p.mesh.pp > 1, "pipeline parallelism", _NO_PARALLEL),
-    Missing("mesh.tp", lambda p: p.mesh.tp > 1, "tensor parallelism", _NO_PARALLEL),
-    Missing("mesh.cp", lambda p: p.mesh.cp > 1, "context parallelism", _NO_PARALLEL),
     Missing(
         "model.blocks",
         lambda p: p.mesh.tp > 1 and bool(mixtures(p.model)),
@@ -41,6 +38,18 @@ MISSING: tuple[Missing, ...] = (
         lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",
         "token dispatch by DeepEP or HybridEP",
         "use `standard`",
+    ),
+    Missing(
+        "loss.chunks",
+        lambda p: p.mesh.pp > 1 and p.loss.chunks > 1,
+        "the chunked loss in a pipeline",
+        "set loss.chunks to 1",
+    ),
+    Missing(
+        "model.tied",
+        lambda p: p.model.tied and p.mesh.pp > 1 and p.pipeline.stages[0].pp_rank == p.pipeline.stages[-1].pp_rank,
+        "tied weights when one rank holds the first and the last stage",
+        "use a schedule that lays stages in a loop, e.g. 1F1B",
     ),
     Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
     Missing("float8.recipe", lambda p: p.float8.recipe is not None, "Float8 training", "use `float8: none`"),

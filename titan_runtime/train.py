@@ -18,11 +18,12 @@ from titan_runtime import distributed
 from titan_runtime.agreement import together
 from titan_runtime.apply import build_model
 from titan_runtime.apply.compile import compiled_loss
+from titan_runtime.apply.context import shard_sequences
 from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
 from titan_runtime.checkpoint import Checkpointer
 from titan_runtime.data import DataLoader, open_stream
 from titan_runtime.errors import RunError
-from titan_runtime.loss import cross_entropy_sum
+from titan_runtime.loss import loss_function
 from titan_runtime.mesh import build_mesh, data_group, data_rank
 from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog
 from titan_runtime.metrics.meter import predictions
@@ -58,7 +59,7 @@ def train(
     announce(console, plan)
     module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer)
-    loss = compiled_loss(cross_entropy_sum, plan)
+    loss = compiled_loss(loss_function(plan, world), plan)
     loader = together(lambda: open_data(plan, rank), "open the training data")
     group = data_group(world)
     checkpoints = Checkpointer(
@@ -86,7 +87,7 @@ def train(
     with StopRequest() as stop, loader, manual_gc() as collect, profiler(plan, rank, device, progress.step) as trace:
         began_at = progress.step
         while progress.step < steps:
-            microbatches = loader.next_batch()
+            microbatches = shard_sequences(loader.next_batch(), plan, rank)
             result = train_step(
                 plan,
                 module,

@@ -95,7 +95,8 @@ def run(rank: Rank, plan: Plan, mask: bool) -> Curve:
     """The runtime's own parts, on one of several ranks."""
     from titan_runtime.apply import build_model
     from titan_runtime.apply.compile import compiled_loss
-    from titan_runtime.loss import cross_entropy_sum
+    from titan_runtime.apply.context import shard_sequences
+    from titan_runtime.loss import loss_function
     from titan_runtime.mesh import build_mesh, data_group, data_rank
     from titan_runtime.optimizer import build_optimizer
     from titan_runtime.step import train_step
@@ -105,7 +106,7 @@ def run(rank: Rank, plan: Plan, mask: bool) -> Curve:
     group = data_group(world)
     module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer)
-    loss = compiled_loss(cross_entropy_sum, plan)
+    loss = compiled_loss(loss_function(plan, world), plan)
     share = data_rank(plan.mesh, rank.index)
     local, accumulation = plan.batch.local_batch_size, plan.batch.accumulation_steps
     curve = Curve([], [], {})
@@ -120,7 +121,7 @@ def run(rank: Rank, plan: Plan, mask: bool) -> Curve:
             module,
             optimizer,
             loss,
-            batch,
+            shard_sequences(batch, plan, rank.index),
             step=step + 1,
             schedule_step=step,
             device=device,

@@ -172,5 +172,5 @@ def test_what_it_does_not_do_yet_it_refuses_by_address(address: str) -> None:
 
 
 def test_all_refusals_come_at_once() -> None:
-    plan = replace(_asks_for("mesh.tp"), loss=_asks_for("loss.z_loss").loss, data=_asks_for("data.source").data)
-    assert [line.split("`")[1] for line in unsupported(plan)] == ["mesh.tp", "loss.z_loss", "data.source"]
+    plan = replace(_asks_for("mesh.pp"), loss=_asks_for("loss.z_loss").loss, data=_asks_for("data.source").data)
+    assert [line.split("`")[1] for line in unsupported(plan)] == ["mesh.pp", "loss.z_loss", "data.source"]

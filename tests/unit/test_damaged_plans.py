@@ -20,6 +20,7 @@ from .builders import MOE, PIPELINE, TINY, compile_text
 TINY_PLAN = compile_text(TINY)
 PIPELINE_PLAN = compile_text(PIPELINE)
 MOE_PLAN = compile_text(MOE)
+TIED_PLAN = compile_text(TINY.replace("flavor: debug", "flavor: debug, overrides: {tied: true}"))
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -128,6 +129,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("schedule without pp", TINY_PLAN, edit("pipeline.schedule", "1F1B"), "but pp is 1", "pp-schedule"),
     ("no schedule", PIPELINE_PLAN, edit("pipeline.schedule", None), "neither a schedule nor", "pp-schedule"),
     (
+        "partial reshard with tp",
+        PIPELINE_PLAN,
+        lambda d: (d["mesh"].update(tp=2, dp_shard=4), d["fsdp"]["units"][1].update(reshard_after_forward=2)),
+        "cannot reshard to 2 of 4 ranks together with tp = 2",
+        "tp-partial-reshard",
+    ),
+    (
         "split backward with reshard",
         PIPELINE_PLAN,
         lambda d: (
@@ -136,6 +144,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         ),
         "trains wrong without an error",
         "pp-split-backward-reshard",
+    ),
+    (
+        "split backward, selective",
+        PIPELINE_PLAN,
+        edit("pipeline.schedule", "InterleavedZeroBubble"),
+        "runs backward twice over a stage",
+        "pp-split-backward-selective",
     ),
     (
         "microbatches",
@@ -188,6 +203,7 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("etp", PIPELINE_PLAN, edit("mesh.etp", 2), "is neither 1 nor tp = 4", "ep-region"),
     ("unit unknown", TINY_PLAN, edit("fsdp.units.0.modules.0", "embed"), "matches no module", "fsdp-units"),
     ("unit twice", TINY_PLAN, edit("fsdp.units.0.modules.0", "norm"), "is in the FSDP units 0 and 2", "fsdp-units"),
+    ("tied apart", TIED_PLAN, edit("fsdp.units.1.modules", ["norm", "output"]), "has only one of them", "fsdp-tied"),
     ("reshard to 3", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 3), "does not divide the 4 ranks", "fsdp-units"),
     ("reshard to 1", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 1), "needs at least 2 ranks", None),
     ("ddp with shards", TINY_PLAN, edit("fsdp.strategy", "ddp"), "DDP replicates parameters", "fsdp-units"),
@@ -222,6 +238,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
                    d["context_parallel"].update(method="alltoall"), d["batch"].update(global_batch_size=16)),
         "splits 8 KV heads over cp 16 x tp 4",
         "cp-heads",
+    ),
+    (
+        "ptrr",
+        TINY_PLAN,
+        lambda d: (d["mesh"].update(cp=2, dp_shard=2), d["context_parallel"].update(load_balance="ptrr")),
+        "the balance ptrr sorts the block masks of FlexAttention",
+        "cp-balance",
     ),
 ]  # fmt: skip
 

@@ -395,6 +395,16 @@ def _cp_heads(plan: Plan) -> Iterator[Violation]:
                     return
 
 
+@_rule("cp-balance", "Context parallelism is balanced head-tail or not at all.")
+def _cp_balance(plan: Plan) -> Iterator[Violation]:
+    if plan.mesh.cp > 1 and plan.context_parallel.load_balance == "ptrr":
+        yield Violation(
+            "context_parallel.load_balance",
+            "the balance ptrr sorts the block masks of FlexAttention, and no layer kind of this version has any",
+            "use headtail",
+        )
+
+
 @_rule("ep-region", "ep divides dp_shard x cp x tp, etp is 1 or tp, and experts exist.")
 def _experts(plan: Plan) -> Iterator[Violation]:
     mesh = plan.mesh
@@ -511,7 +521,8 @@ def _microbatches(plan: Plan) -> Iterator[Violation]:
 
 @_rule("pp-split-backward-reshard", "Zero-bubble and V schedules keep FSDP parameters gathered until backward.")
 def _split_backward(plan: Plan) -> Iterator[Violation]:
-    # With resharding, torch 2.13 computes no weight gradients for some microbatches: losses are silently wrong from step 2.
+    # torch 2.13 looks for the weights of a stage when it has computed the gradients of its inputs. By then FSDP has put the
+    # shards back, which are not in the graph, so no weight is found and no weight gradient is computed, without an error.
     if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES or plan.fsdp.strategy != "fsdp":
         return
     for index, unit in enumerate(plan.fsdp.units):
@@ -522,6 +533,20 @@ def _split_backward(plan: Plan) -> Iterator[Violation]:
                 "set reshard_after_forward to false (never)",
             )
             return
+
+
+@_rule("pp-split-backward-selective", "Zero-bubble and V schedules do not checkpoint selectively.")
+def _split_backward_selective(plan: Plan) -> Iterator[Violation]:
+    # They run backward twice over a stage, for inputs and for weights, and torch's selective checkpointing allows one.
+    if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return
+    used = {layer.checkpoint for layer in plan.layers}
+    if any(policy.mode == "selective" and policy.name in used for policy in plan.activation_checkpoint.policies):
+        yield Violation(
+            "activation_checkpoint.policies",
+            f"{plan.pipeline.schedule} runs backward twice over a stage, which selective checkpointing does not allow",
+            "use the checkpointing mode full or none, or the schedule Interleaved1F1B",
+        )
 
 
 # ------------------------------------------------------------------ data parallelism
@@ -570,6 +595,35 @@ def _units(plan: Plan) -> Iterator[Violation]:
                 f"resharding to {reshard} ranks does not divide the {ranks} ranks that shard",
                 f"use one of {_legal(divisors(ranks))}",
             )
+
+
+@_rule("fsdp-tied", "A tied embedding and output share one FSDP unit, or both belong to the root.")
+def _tied_units(plan: Plan) -> Iterator[Violation]:
+    if not plan.model.tied or plan.layers[0].stage != plan.layers[-1].stage:
+        return
+    for index, unit in enumerate(plan.fsdp.units):
+        has = [any(select(selector, (module,)) for selector in unit.modules) for module in ("tok_embeddings", "output")]
+        if has[0] != has[1]:
+            yield Violation(
+                f"fsdp.units[{index}]",
+                "`tok_embeddings` and `output` share a weight (the model is tied), but this unit has only one of them",
+                "put both into one unit",
+            )
+            return
+
+
+@_rule("tp-partial-reshard", "With tp > 1, FSDP units reshard to all ranks that shard them, or not at all.")
+def _partial_reshard(plan: Plan) -> Iterator[Violation]:
+    # torch 2.13: "Resharding to smaller mesh is not supported for DTensor parameters yet", which tp makes of all.
+    for index, unit in enumerate(plan.fsdp.units):
+        reshard = unit.reshard_after_forward
+        if plan.mesh.tp > 1 and not isinstance(reshard, bool) and reshard != plan.mesh.fsdp:
+            yield Violation(
+                f"fsdp.units[{index}].reshard_after_forward",
+                f"torch cannot reshard to {reshard} of {plan.mesh.fsdp} ranks together with tp = {plan.mesh.tp}",
+                "set reshard_after_forward to always or never, or tp to 1",
+            )
+            return
 
 
 # ------------------------------------------------------------------ execution

@@ -10,9 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_planner.ir.plan import Plan
 from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
+from titan_runtime.apply.context import apply_context
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.experts import apply_experts
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
+from titan_runtime.apply.pipeline import Pipeline, build_stage, stages_of
+from titan_runtime.apply.tensor import apply_tensor
 from titan_runtime.init import initialise
 from titan_runtime.mesh import build_expert_mesh, data_mesh, expert_data_mesh
 from titan_runtime.modules import Transformer, build
@@ -20,16 +23,35 @@ from titan_runtime.modules import Transformer, build
 __all__ = ["build_model"]
 
 
-def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transformer:
+def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transformer | Pipeline:
     """The plan's model on this rank: built, transformed, allocated and filled. Collective."""
-    # On the meta device: a model that fits no single rank must never exist in one piece.
-    module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
-
-    # Experts first of all: they change which weights a rank has, and everything else wraps what is there.
+    # The pipeline first: what follows is done to each stage alone, so that a rank never touches layers it does not hold.
+    # Everything is on the meta device: a model that fits no single rank must never exist in one piece.
     experts = build_expert_mesh(plan.mesh, device.type) if plan.mesh.ep > 1 else None
+    if plan.mesh.pp == 1:
+        module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
+        return _finish(module, plan, world, experts, device)
+    indices = stages_of(plan, world.get_local_rank("pp"))
+    parts = [_finish(build_stage(plan, index, DTYPES[plan.dtype]), plan, world, experts, device) for index in indices]
+    return Pipeline(plan, world, parts, device)
+
+
+def _finish(
+    module: Transformer, plan: Plan, world: DeviceMesh, experts: DeviceMesh | None, device: torch.device
+) -> Transformer:
+    """One stage (or the whole model): transformed, allocated and filled."""
+    # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
+    apply_context(module, plan, world["cp"])
+
+    # Tensor parallelism first, while weights are whole: it decides which part of each weight this rank has, which data
+    # parallelism then cuts further. Its collectives are part of a module's own forward, so they are recomputed with it and
+    # compiled with it, and selective policies see the local shapes that are really multiplied.
+    apply_tensor(module, plan, world)
+
+    # Experts too: they go whole to the ranks of the ep axis.
     apply_experts(module, plan, experts["ep"] if experts is not None else None)
 
-    # Then checkpointing: it replaces a block's forward, and what wraps the block later must see the replacement.
+    # Checkpointing next: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
 
     # Compilation takes in the checkpointed forward, so that the compiler sees what is recomputed. It must come before

@@ -38,8 +38,14 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
         cast_forward_inputs=False,
     )
     placement = _placements(module, plan, experts)
-    units = resolve_units(fsdp, module_names(plan.model))
-    if plan.model.tied:
+    here = {name for name, _ in module.named_modules()}
+    units = [
+        (present, unit)
+        for members, unit in resolve_units(fsdp, module_names(plan.model))
+        # A pipeline stage lacks the modules of other stages.
+        if (present := tuple(fqn for fqn in members if fqn in here))
+    ]
+    if plan.model.tied and {"tok_embeddings", "output"} <= here:
         _require_together(units, "tok_embeddings", "output")
     handles: list[FSDPModule] = []
     for members, unit in units:
