@@ -90,6 +90,7 @@ def reference(plan: Plan, leaning: float = 0.0) -> Curve:
 def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
     """The runtime's own parts, on one of several ranks."""
     from titan_runtime.apply import build_model
+    from titan_runtime.apply.context import shard_sequences
     from titan_runtime.checkpoint.tensors import model_tensors
     from titan_runtime.loss import cross_entropy_sum
     from titan_runtime.mesh import build_mesh, data_group, data_rank
@@ -110,7 +111,7 @@ def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
             module,
             optimizer,
             cross_entropy_sum,
-            batch,
+            shard_sequences(batch, plan, rank.index),
             step=step + 1,
             schedule_step=step,
             device=device,
@@ -177,6 +178,7 @@ def test_the_reference_learns_clips_and_moves_its_bias(expected: Curve) -> None:
         pytest.param(plans.mesh(4, ep=4), 1, id="ep4"),
         pytest.param(plans.mesh(4, ep=2), 2, id="ep2xdp2"),
         pytest.param(plans.mesh(2, 2, ep=2), 1, id="hsdp-2x2-ep2"),
+        pytest.param(plans.mesh(2, cp=2, ep=4), 2, id="dp2xcp2-ep4"),
     ],
 )
 def test_splitting_changes_nothing(grid: Mesh, local: int, expected: Curve) -> None:
