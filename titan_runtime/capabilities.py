@@ -27,12 +27,11 @@ _NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
 
 MISSING: tuple[Missing, ...] = (
     Missing(
-        "model.blocks",
-        lambda p: p.mesh.tp > 1 and bool(mixtures(p.model)),
-        "tensor parallelism of a model with experts",
-        _NO_PARALLEL,
+        "fsdp.strategy",
+        lambda p: p.fsdp.strategy == "ddp" and bool(mixtures(p.model)) and p.mesh.efsdp > 1,
+        "DDP with experts that tensor ranks share (ep x etp below tp)",
+        "use the strategy fsdp, or ep x etp = tp",
     ),
-    Missing("mesh.etp", lambda p: p.mesh.etp > 1, "tensor parallelism inside an expert", _NO_PARALLEL),
     Missing(
         "expert_parallel.comm_backend",
         lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",

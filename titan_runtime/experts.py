@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan_planner.ir.model import Moe
 from titan_planner.ir.plan import Plan
-from titan_runtime.apply.experts import mixtures
+from titan_runtime.apply.experts import COUNTED_OVER, mixtures
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,9 @@ class ExpertCounts:
         held = [torch.cat((part.tokens_per_expert, part.dropped.unsqueeze(0))) for part in self._parts.values()]
         total = torch.cat(held)
         dist.all_reduce(total, group=group)
+        over = COUNTED_OVER.get(next(iter(self._parts.values())))
+        if over is not None:
+            dist.all_reduce(total, group=over)
         self._counts = dict(zip(self._parts, total.split([len(h) for h in held]), strict=True))
         for part in self._parts.values():
             part.tokens_per_expert.zero_()

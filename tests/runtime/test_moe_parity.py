@@ -14,10 +14,11 @@ from tests import plans
 from tests.harness import Rank, run_ranks
 from tests.runtime.test_parity import STEPS, checkpointed, open_loader, parity_plan
 from titan_planner.ir.inventory import fsdp_dim, parameters
-from titan_planner.ir.parallel import FsdpUnit, Mesh, Pipeline, Stage
+from titan_planner.ir.parallel import FsdpUnit, Mesh, Pipeline, Stage, TensorParallel
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.verify import verify
 from titan_planner.passes.select_checkpointing import SAVE_OPS
+from titan_planner.sharding import expert_rows, tensor_parallel_rows
 from titan_runtime.init import initialise
 from titan_runtime.lr_schedule import lr_factor
 from titan_runtime.modules import build
@@ -92,7 +93,7 @@ def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
     from titan_runtime.apply import build_model
     from titan_runtime.apply.context import shard_sequences
     from titan_runtime.checkpoint.tensors import model_tensors
-    from titan_runtime.loss import cross_entropy_sum
+    from titan_runtime.loss import loss_function
     from titan_runtime.mesh import build_mesh, data_group, data_rank
     from titan_runtime.optimizer import build_optimizer
     from titan_runtime.step import train_step
@@ -110,7 +111,7 @@ def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
             plan,
             module,
             optimizer,
-            cross_entropy_sum,
+            loss_function(plan, world),
             shard_sequences(batch, plan, rank.index),
             step=step + 1,
             schedule_step=step,
@@ -195,6 +196,26 @@ def test_experts_of_a_unit_of_their_own_learn_the_same(expected: Curve) -> None:
 def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> None:
     plan = moe_plan(plans.mesh(1, 2), local=2)
     print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "sequence_parallel"),
+    [
+        pytest.param({"dp_shard": 1}, False, id="tp2"),
+        pytest.param({"dp_shard": 1, "ep": 2}, True, id="tp2-ep2"),
+        pytest.param({"dp_shard": 2, "ep": 2}, True, id="dp2xtp2-ep2"),
+        pytest.param({"dp_shard": 2, "ep": 4}, False, id="dp2xtp2-ep4"),
+        pytest.param({"dp_shard": 2, "ep": 2, "etp": 2}, True, id="dp2xtp2-ep2-etp2"),
+        pytest.param({"dp_shard": 2, "etp": 2}, True, id="dp2xtp2-etp2"),
+    ],
+)
+def test_tensor_ranks_share_the_experts(degrees: dict[str, int], sequence_parallel: bool, expected: Curve) -> None:
+    grid = plans.mesh(**degrees, tp=2)
+    model = plans.tiny_moe_model()
+    rows = tensor_parallel_rows(model, sequence_parallel=sequence_parallel, loss_parallel=True)
+    options = TensorParallel(sequence_parallel=sequence_parallel, loss_parallel=True, async_tp=False, kv_replicas=1)
+    plan = moe_plan(grid, local=4, tensor_parallel=options, sharding=rows + expert_rows(model, grid))
+    print(check(plan, expected))
 
 
 def test_stages_with_and_without_experts() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_planner.ir.plan import Plan
+from titan_planner.ir.rules import mixtures
 from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.context import apply_context
@@ -27,7 +28,8 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     """The plan's model on this rank: built, transformed, allocated and filled. Collective."""
     # The pipeline first: what follows is done to each stage alone, so that a rank never touches layers it does not hold.
     # Everything is on the meta device: a model that fits no single rank must never exist in one piece.
-    experts = build_expert_mesh(plan.mesh, device.type) if plan.mesh.ep > 1 else None
+    apart = bool(mixtures(plan.model)) and plan.mesh.ep * plan.mesh.tp > 1
+    experts = build_expert_mesh(plan.mesh, device.type) if apart else None
     if plan.mesh.pp == 1:
         module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
         return _finish(module, plan, world, experts, device)
@@ -43,13 +45,13 @@ def _finish(
     # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
     apply_context(module, plan, world["cp"])
 
-    # Tensor parallelism first, while weights are whole: it decides which part of each weight this rank has, which data
+    # Experts have ranks of their own, which need not be those of tensor parallelism; it leaves alone what is placed already.
+    apply_experts(module, plan, world, experts)
+
+    # Tensor parallelism, while weights are whole: it decides which part of each weight this rank has, which data
     # parallelism then cuts further. Its collectives are part of a module's own forward, so they are recomputed with it and
     # compiled with it, and selective policies see the local shapes that are really multiplied.
     apply_tensor(module, plan, world)
-
-    # Experts too: they go whole to the ranks of the ep axis.
-    apply_experts(module, plan, experts["ep"] if experts is not None else None)
 
     # Checkpointing next: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
