@@ -130,6 +130,9 @@ def _asks_for(address: str) -> Plan:
     match address.split(".", 1):
         case ["mesh", axis]:
             return replace(plan, mesh=replace(plan.mesh, **{axis: 2}))
+        case ["fsdp", "strategy"]:
+            plan = plans.tiny_plan(plans.mesh(1, tp=2), model=plans.tiny_moe_model())
+            return replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=()))
         case ["fsdp", field]:
             return replace(plan, fsdp=replace(plan.fsdp, **{field: True}))
         case ["float8", _]:
@@ -156,8 +159,6 @@ def _asks_for(address: str) -> Plan:
             return job(profiling=replace(plan.job.profiling, enable_memory_snapshot=True))
         case ["job", "validation.enable"]:
             return job(validation=replace(plan.job.validation, enable=True))
-        case ["model", _]:
-            return plans.tiny_plan(plans.mesh(1, tp=2), model=plans.tiny_moe_model())
         case ["expert_parallel", _]:
             plan = plans.tiny_plan(plans.mesh(2, ep=2), model=plans.tiny_moe_model())
             return replace(plan, expert_parallel=replace(plan.expert_parallel, comm_backend="deepep"))
