@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_planner.ir.plan import Plan
+from titan_runtime.apply.float8 import after_update
 from titan_runtime.apply.fsdp import set_last_microbatch
 from titan_runtime.clip import clip_, global_norm
 from titan_runtime.errors import RunError
@@ -79,4 +80,5 @@ def train_step(
     set_lr(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    after_update(module, plan)
     return StepResult(loss=mean_loss, grad_norm=grad_norm, lr=lr)

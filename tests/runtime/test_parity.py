@@ -6,6 +6,7 @@ mean cross-entropy of the whole batch in one forward. Text and tokenizer are the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -91,8 +92,8 @@ def reference(plan: Plan, mask: bool = False) -> Curve:
     return curve
 
 
-def run(rank: Rank, plan: Plan, mask: bool) -> Curve:
-    """The runtime's own parts, on one of several ranks."""
+def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module], None] | None = None) -> Curve:
+    """The runtime's own parts, on one of several ranks; `inspect` is given the module after the last step."""
     from titan_runtime.apply import build_model
     from titan_runtime.apply.compile import compiled_loss
     from titan_runtime.loss import cross_entropy_sum
@@ -131,6 +132,8 @@ def run(rank: Rank, plan: Plan, mask: bool) -> Curve:
     for fqn, parameter in module.named_parameters():
         tensor = parameter.detach()
         curve.weights[fqn] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if inspect is not None:
+        inspect(module)
     return curve
 
 

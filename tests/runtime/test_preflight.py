@@ -131,8 +131,6 @@ def _asks_for(address: str) -> Plan:
             return replace(plan, mesh=replace(plan.mesh, **{axis: 2}))
         case ["fsdp", field]:
             return replace(plan, fsdp=replace(plan.fsdp, **{field: True}))
-        case ["float8", _]:
-            return replace(plan, float8=replace(plan.float8, recipe="rowwise"))
         case ["loss", _]:
             return replace(plan, loss=replace(plan.loss, z_loss=1e-4))
         case ["optimizer", _]:

@@ -569,12 +569,13 @@ def _float8_hardware(plan: Plan) -> Iterator[Violation]:
 
 @_rule(
     "float8-linears",
-    "Float8 lists name existing linears, each either converted or skipped, with dims that are multiples of 16.",
+    "Float8 lists name existing linears, each either converted or skipped, with dims that are multiples of 16 (MXFP8: 32).",
 )
 def _float8_linears(plan: Plan) -> Iterator[Violation]:
     if plan.float8.recipe is None:
         return
     linears = linear_modules(plan.model)
+    name, block = ("MXFP8", 32) if plan.float8.recipe == "mxfp8" else ("Float8", 16)
     converted: set[str] = set()
     for index, selector in enumerate(plan.float8.converted):
         found = select(selector, linears)
@@ -585,10 +586,10 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
         converted.update(found)
         for module in found:
             out_features, in_features = linears[module]
-            if out_features % 16 or in_features % 16:
+            if out_features % block or in_features % block:
                 yield Violation(
                     f"float8.converted[{index}]",
-                    f"`{module}` is {out_features} x {in_features}, but Float8 needs multiples of 16",
+                    f"`{module}` is {out_features} x {in_features}, but {name} needs multiples of {block}",
                     f"move `{selector}` to skipped",
                 )
                 break
@@ -605,6 +606,69 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
             yield Violation(
                 f"float8.skipped[{index}]", f"`{both[0]}` is both converted and skipped", "keep it in one list"
             )
+
+
+@_rule(
+    "float8-tokens",
+    "Float8 matmuls run over tokens in multiples of 16 (MXFP8: 32), as their kernels do; not if emulated.",
+)
+def _float8_tokens(plan: Plan) -> Iterator[Violation]:
+    float8 = plan.float8
+    if float8.recipe is None or float8.emulate or not float8.converted:
+        return
+    name, block = ("MXFP8", 32) if float8.recipe == "mxfp8" else ("Float8", 16)
+    tokens = plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
+    if "output" in float8.converted and tokens % (block * plan.loss.chunks):
+        yield Violation(
+            "float8.converted",
+            f"`output` sees {tokens} tokens in {plan.loss.chunks} chunks, but {name} needs multiples of {block} in each",
+            "move `output` to skipped, or use fewer chunks",
+        )
+    elif tokens % block:
+        yield Violation(
+            "batch.microbatch_size",
+            f"a rank's microbatch has {tokens} tokens, but {name} needs a multiple of {block}",
+            f"use a sequence length that is a multiple of {block * plan.mesh.cp}",
+        )
+
+
+def float8_all_gather_obstacle(plan: Plan, fqn: str, out_features: int) -> str | None:
+    """Why FSDP cannot gather the weight of the linear `fqn` in Float8, or None."""
+    if fqn == "output" and plan.model.tied:
+        return "its weight is the embedding's, which is needed in high precision"
+    rows = out_features
+    if any(row.axis == "tp" and row.weight == "S(0)" and select(row.module, (fqn,)) for row in plan.sharding):
+        rows //= plan.mesh.tp
+    if rows % plan.mesh.fsdp:
+        # torch 2.13 and torchao 0.18 send shards of unequal size without padding, and gloo aborts the process.
+        return f"its {rows} rows do not divide over the {plan.mesh.fsdp} ranks that shard them"
+    return None
+
+
+@_rule(
+    "float8-all-gather", "The Float8 all-gather is FSDP's, of weights that it cuts evenly and that nothing else reads."
+)
+def _float8_all_gather(plan: Plan) -> Iterator[Violation]:
+    if not plan.float8.enable_fsdp_float8_all_gather:
+        return
+    if plan.fsdp.strategy != "fsdp":
+        yield Violation(
+            "float8.enable_fsdp_float8_all_gather",
+            f"the strategy {plan.fsdp.strategy} gathers no weights, so none can be gathered in Float8",
+            "turn the all-gather off, or use the strategy fsdp",
+        )
+        return
+    linears = linear_modules(plan.model)
+    for index, selector in enumerate(plan.float8.converted):
+        for fqn in select(selector, linears):
+            obstacle = float8_all_gather_obstacle(plan, fqn, linears[fqn][0])
+            if obstacle is not None:
+                yield Violation(
+                    f"float8.converted[{index}]",
+                    f"`{fqn}` cannot be gathered in Float8: {obstacle}",
+                    f"move `{selector}` to skipped, or turn the all-gather off",
+                )
+                break
 
 
 @_rule("loss-chunks", "The loss's chunks divide the local sequence.")
@@ -694,4 +758,4 @@ def rule(rule_id: str) -> Rule | None:
     return next((entry for entry in RULES if entry.id == rule_id), None)
 
 
-__all__ = ["RULES", "Rule", "Violation", "divisors", "rule"]
+__all__ = ["RULES", "Rule", "Violation", "divisors", "float8_all_gather_obstacle", "rule"]

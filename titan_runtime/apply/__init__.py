@@ -11,6 +11,7 @@ from titan_planner.ir.plan import Plan
 from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.ddp import apply_ddp
+from titan_runtime.apply.float8 import apply_float8
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
 from titan_runtime.init import initialise
 from titan_runtime.mesh import data_mesh
@@ -24,7 +25,10 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     # On the meta device: a model that fits no single rank must never exist in one piece.
     module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
 
-    # Checkpointing first: it replaces a block's forward, and what wraps the block later must see the replacement.
+    # Float8 before all else: it exchanges linears, and what follows wraps, cuts and compiles the ones that will compute.
+    apply_float8(module, plan)
+
+    # Checkpointing next: it replaces a block's forward, and what wraps the block later must see the replacement.
     apply_checkpointing(module, plan)
 
     # Compilation takes in the checkpointed forward, so that the compiler sees what is recomputed. It must come before

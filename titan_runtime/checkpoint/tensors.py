@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_runtime.apply.float8 import high_precision
 from titan_runtime.optimizer import optimizer_state
 
 OPTIMIZER = "optimizer.state."
@@ -18,7 +19,7 @@ RNG = "rng."
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The live parameters of this rank's shard; loading into them changes the model."""
-    return {fqn: parameter.detach() for fqn, parameter in module.named_parameters()}
+    return {fqn: high_precision(parameter.detach()) for fqn, parameter in module.named_parameters()}
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

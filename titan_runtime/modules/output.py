@@ -27,10 +27,10 @@ class OutputProjection(nn.Linear):
         vocabulary.
         """
         if labels is None or loss is None:
-            return linear(x, self.weight)
+            return self.project(x)
 
         def part(hidden: Tensor, wanted: Tensor) -> Tensor:
-            return loss(linear(hidden, self.weight), wanted)
+            return loss(self.project(hidden), wanted)
 
         # All in one call of this module: hooks around it (FSDP's, which gather the weight) must run once, not once a
         # chunk.
@@ -40,3 +40,7 @@ class OutputProjection(nn.Linear):
         for more in losses[1:]:
             total = total + more
         return total
+
+    def project(self, x: Tensor) -> Tensor:
+        """The product alone, which a plan may want in Float8."""
+        return linear(x, self.weight)
