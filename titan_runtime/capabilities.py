@@ -30,7 +30,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("mesh.cp", lambda p: p.mesh.cp > 1, "context parallelism", _NO_PARALLEL),
     Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
     Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
-    Missing("loss.z_loss", lambda p: p.loss.z_loss != 0, "the z-loss", "set z_loss to 0"),
     Missing(
         "optimizer.state_dtype",
         lambda p: p.optimizer.state_dtype != p.dtype,
@@ -68,7 +67,6 @@ MISSING: tuple[Missing, ...] = (
         "memory snapshots",
         "turn enable_memory_snapshot off",
     ),
-    Missing("job.validation.enable", lambda p: p.job.validation.enable, "validation during training", "turn it off"),
 )
 
 

@@ -21,7 +21,8 @@ from titan_runtime.modules.output import Loss
 from titan_runtime.optimizer import set_lr
 
 
-def _loss(plan: Plan, module: nn.Module, loss: Loss, tokens: Tensor, labels: Tensor) -> Tensor:
+def batch_loss(plan: Plan, module: nn.Module, loss: Loss, tokens: Tensor, labels: Tensor) -> Tensor:
+    """`loss` of `module` on one microbatch, summed over its tokens, in the plan's chunks."""
     if plan.loss.chunks == 1:
         return loss(module(tokens), labels)
     return module(tokens, labels, loss, plan.loss.chunks)
@@ -57,7 +58,7 @@ def train_step(
     total = torch.zeros((), dtype=torch.float32, device=device)
     for number, (tokens, labels) in enumerate(microbatches, start=1):
         set_last_microbatch(module, plan.fsdp, last=number == len(microbatches))
-        share = _loss(plan, module, loss, tokens.to(device), labels.to(device)) / valid
+        share = batch_loss(plan, module, loss, tokens.to(device), labels.to(device)) / valid
         share.backward()
         total += share.detach()
     dist.all_reduce(total, group=group)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,16 +21,17 @@ from titan_runtime.apply import build_model
 from titan_runtime.apply.compile import compiled_loss
 from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
 from titan_runtime.checkpoint import Checkpointer
-from titan_runtime.data import DataLoader, open_stream
+from titan_runtime.data import DataLoader, PackedStream, open_stream
 from titan_runtime.errors import RunError
-from titan_runtime.loss import cross_entropy_sum
+from titan_runtime.loss import cross_entropy_sum, training_loss
 from titan_runtime.mesh import build_mesh, data_group, data_rank
 from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog
 from titan_runtime.metrics.meter import predictions
 from titan_runtime.optimizer import build_optimizer
 from titan_runtime.profiling import profiler
 from titan_runtime.signals import StopRequest, agree_on_flags
-from titan_runtime.step import train_step
+from titan_runtime.step import batch_loss, train_step
+from titan_runtime.validation import Validator
 
 _GC_STEPS = 50
 
@@ -58,9 +60,11 @@ def train(
     announce(console, plan)
     module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer)
-    loss = compiled_loss(cross_entropy_sum, plan)
+    loss = compiled_loss(training_loss(plan.loss), plan)
     loader = together(lambda: open_data(plan, rank), "open the training data")
     group = data_group(world)
+    validator = Validator(plan, rank, partial(open_text, plan)) if plan.job.validation.enable else None
+    measure = partial(batch_loss, plan, module, compiled_loss(cross_entropy_sum, plan))
     checkpoints = Checkpointer(
         plan,
         module,
@@ -107,8 +111,6 @@ def train(
             collect(step)
 
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
-            if log is not None:
-                log.write(step=step, tokens_seen=progress.tokens_seen, **numbers)
             if step == began_at + 1 or step % plan.job.metrics.log_freq == 0 or step == steps:
                 measured = meter.measure(loader.wait_s)
                 seen = progress.tokens_seen
@@ -117,6 +119,21 @@ def train(
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
                 distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
+
+            validation = None
+            if validator is not None and validator.due(step):
+                if validator.runs == 0:
+                    # It compiles and connects like a first step.
+                    distributed.set_timeout(timedelta(seconds=comm.init_timeout_seconds))
+                validation = validator.run(module, measure, device, group)
+                if validator.runs == 1:
+                    distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
+                meter.skip(validation.seconds)
+                console.validation(step, steps, validation.loss, validation.tokens, validation.seconds)
+                scalars.validation(step, validation.loss)
+            if log is not None:
+                held_out = validation.loss if validation is not None else None
+                log.write(step=step, tokens_seen=progress.tokens_seen, validation_loss=held_out, **numbers)
 
             # Signals and clocks differ between ranks, and all must save after the same step.
             signal, minutes_over = agree_on_flags(stop.signal, checkpoints.minutes_due() if rank == 0 else 0)
@@ -164,20 +181,27 @@ def open_data(plan: Plan, rank: int) -> DataLoader:
         missing = "data.path" if data.path is None else "data.tokenizer"
         option = "--data-path" if data.path is None else "--tokenizer"
         raise RunError(f"`{missing}` is not set", hint=f"start with {option} PATH")
-    stream = open_stream(data.source, data.path, data.tokenizer, plan.batch.seq_len, data.text_field, data.add_bos)
+    return DataLoader(
+        open_text(plan, data.path),
+        global_batch_size=plan.batch.global_batch_size,
+        dp_rank=data_rank(plan.mesh, rank),
+        dp_degree=plan.mesh.dp,
+        local_batch_size=plan.batch.local_batch_size,
+    )
+
+
+def open_text(plan: Plan, path: str) -> PackedStream:
+    """The text at `path` as samples, read and cut as the plan's training data are."""
+    data = plan.data
+    assert data.tokenizer is not None
+    stream = open_stream(data.source, path, data.tokenizer, plan.batch.seq_len, data.text_field, data.add_bos)
     if stream.tokenizer.vocab_size > plan.model.vocab_size:
         raise RunError(
             f"the tokenizer {data.tokenizer} has ids up to {stream.tokenizer.vocab_size - 1}, "
             f"but the model's embedding has {plan.model.vocab_size} rows",
             hint=f"use the model's own tokenizer, or a vocab_size of at least {stream.tokenizer.vocab_size}",
         )
-    return DataLoader(
-        stream,
-        global_batch_size=plan.batch.global_batch_size,
-        dp_rank=data_rank(plan.mesh, rank),
-        dp_degree=plan.mesh.dp,
-        local_batch_size=plan.batch.local_batch_size,
-    )
+    return stream
 
 
 @contextmanager

@@ -241,6 +241,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("no path", TINY_PLAN, edit("data.path", None), "names no path", "data-source"),
     ("absolute path", TINY_PLAN, edit("data.path", "/etc"), "is an absolute path", "paths-relative"),
     ("validation", TINY_PLAN, edit("job.validation.enable", True), "names no text", "job-validation"),
+    (
+        "validation of nothing",
+        TINY_PLAN,
+        lambda d: d["job"]["validation"].update(enable=True, path="data/sample", steps=0),
+        "takes 0 batches",
+        "job-validation",
+    ),
     ("environment", TINY_PLAN, edit("job.environment", {"A B": "1"}), "not the name of an environment", "job-environment"),
     (
         "ulysses",

@@ -163,7 +163,7 @@ class Validation:
         str | None, Field("File or folder of the held-out text; the kind of source is the training data's.")
     ]
     freq: Annotated[int, Field("Steps between validations.", ge=1)]
-    steps: Annotated[int, Field("Batches per validation; -1 for one pass over the text.", ge=-1)]
+    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1)]
 
 
 @record

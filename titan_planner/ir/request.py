@@ -419,7 +419,7 @@ class ValidationSpec:
     enable: Annotated[bool, Field("Validate at all.")] = False
     path: Annotated[str | None, Field("File or folder of the held-out text.")] = None
     freq: Annotated[int, Field("Steps between validations.", ge=1)] = 10
-    steps: Annotated[int, Field("Batches; -1 for one pass.", ge=-1)] = -1
+    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1)] = -1
 
 
 @record

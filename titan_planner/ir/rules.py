@@ -736,11 +736,15 @@ def _paths(plan: Plan) -> Iterator[Violation]:
             yield Violation(address, f"{value!r} is not a path", "name a file or folder")
 
 
-@_rule("job-validation", "Validation names a held-out text.")
+@_rule("job-validation", "Validation names a held-out text, and takes at least one batch of it.")
 def _validation(plan: Plan) -> Iterator[Violation]:
     if plan.job.validation.enable and plan.job.validation.path is None:
         yield Violation(
             "job.validation.path", "validation is on, but names no text", "set validation.path, or turn it off"
+        )
+    if plan.job.validation.enable and plan.job.validation.steps == 0:
+        yield Violation(
+            "job.validation.steps", "validation takes 0 batches", "use a number of batches, or -1 for the whole text"
         )
 
 

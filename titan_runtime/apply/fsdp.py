@@ -112,6 +112,13 @@ def _prefetch(units: list[FSDPModule], fsdp: Fsdp) -> None:
             unit.set_modules_to_backward_prefetch(before[::-1])
 
 
+def reshard(module: nn.Module) -> None:
+    """Free every gathered weight, also of units that keep theirs for a backward which will not come."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def set_last_microbatch(module: nn.Module, fsdp: Fsdp, last: bool) -> None:
     """Say before a forward whether it is the step's last: with deferred sync only then are gradients reduced."""
     if fsdp.defer_gradient_sync and isinstance(module, FSDPModule):

@@ -21,9 +21,20 @@ class StepLog:
         os.replace(beside, path)
         self._stream: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
-    def write(self, *, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int) -> None:
+    def write(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens_seen: int,
+        validation_loss: float | None = None,
+    ) -> None:
         """Add the line of one step. Floats are written with as many digits as tell them apart from any other."""
         line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
+        if validation_loss is not None:
+            line["validation_loss"] = validation_loss
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
 
