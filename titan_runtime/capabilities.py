@@ -31,12 +31,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
     Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
     Missing(
-        "optimizer.state_dtype",
-        lambda p: p.optimizer.state_dtype != p.dtype,
-        "optimizer moments in another dtype than the parameters",
-        "use the dtype of the parameters for the moments",
-    ),
-    Missing(
         "activation_checkpoint.policies",
         lambda p: len(memory_budgets(p)) > 1,
         "different memory budgets in one plan",

@@ -131,8 +131,6 @@ def _asks_for(address: str) -> Plan:
             return replace(plan, mesh=replace(plan.mesh, **{axis: 2}))
         case ["fsdp", field]:
             return replace(plan, fsdp=replace(plan.fsdp, **{field: True}))
-        case ["optimizer", _]:
-            return replace(plan, optimizer=replace(plan.optimizer, state_dtype="bfloat16"))
         case ["activation_checkpoint", _]:
             policies = (plans.NO_CHECKPOINT, budget("some", 0.5), budget("more", 0.7))
             names = ("none", "some", "more", "none", "none")

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches
-from titan_planner.ir.inventory import Parameter, parameters
+from titan_planner.ir.inventory import Parameter, muon_parameters, parameters
 from titan_planner.ir.model import Block, Gqa, SwiGlu
 from titan_planner.ir.plan import Plan, StageMemory
 from titan_planner.schedules import microbatches_in_flight
@@ -35,6 +35,17 @@ def module_numel(plan: Plan) -> dict[str, int]:
     return found
 
 
+def _numel_with_one_moment(plan: Plan) -> dict[str, int]:
+    """Elements of every top-level module for which the optimizer keeps one moment and not two."""
+    found = {layer.fqn: 0 for layer in plan.layers}
+    if plan.optimizer.name == "Muon":
+        matrices = muon_parameters(plan.model)
+        for parameter in parameters(plan.model):
+            if parameter.fqn in matrices:
+                found[top_level(parameter)] += _local_numel(plan, parameter)
+    return found
+
+
 def _local_numel(plan: Plan, parameter: Parameter) -> int:
     total = 1
     for size in local_shape(parameter, plan.mesh.tp, plan.tensor_parallel.kv_replicas):
@@ -50,7 +61,7 @@ def top_level(parameter: Parameter) -> str:
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Memory of the fullest rank of each pipeline *rank*, reported at its first stage; GiB."""
-    numel = module_numel(plan)
+    numel, saved = module_numel(plan), _numel_with_one_moment(plan)
     # Equal layers cost the same, so activations are computed once per (kind of block, policy).
     cached: dict[tuple[int, str], float] = {}
     blocks = list(plan.model.layers())
@@ -78,7 +89,11 @@ def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
                 stage=stages[0],
                 parameters_gib=_gib(local * _BYTES[plan.dtype] / shards),
                 gradients_gib=_gib(local * _BYTES[plan.dtype] / shards),
-                optimizer_gib=_gib(local * 2 * _BYTES[plan.optimizer.state_dtype] / shards),
+                optimizer_gib=_gib(
+                    (2 * local - sum(saved[layer.fqn] for layer in layers))
+                    * _BYTES[plan.optimizer.state_dtype]
+                    / shards
+                ),
                 unsharded_gib=_gib(_unsharded_bytes(plan, [layer.fqn for layer in layers], numel)),
                 activations_gib=_gib(activations * held + _working_bytes(plan, blocks)),
                 logits_gib=_gib(_logit_bytes(plan) if any(layer.fqn == "output" for layer in layers) else 0.0),

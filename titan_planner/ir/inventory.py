@@ -108,6 +108,12 @@ def num_params(model: Model) -> int:
 
 
 @functools.lru_cache(maxsize=16)
+def muon_parameters(model: Model) -> frozenset[str]:
+    """FQNs of the parameters that Muon takes: matrices between hidden states. Embedding, output, norms are AdamW's."""
+    return frozenset(p.fqn for p in parameters(model) if len(p.shape) == 2 and "vocab" not in p.axes)
+
+
+@functools.lru_cache(maxsize=16)
 def top_level_modules(model: Model) -> tuple[str, ...]:
     """The modules that pipeline stages are made of, in order: embedding, every block, final norm, output projection."""
     return ("tok_embeddings", *(f"layers.{i}" for i in range(model.num_layers)), "norm", "output")

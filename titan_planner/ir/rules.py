@@ -700,6 +700,33 @@ def _groups(plan: Plan) -> Iterator[Violation]:
             )
 
 
+_BF16_ROUNDING = 2.0**-8
+"""A bfloat16 number that changes by less than this part of itself may round back to what it was."""
+
+
+@_rule(
+    "optimizer-state", "Moments in another dtype than the parameters' are not fused, and bfloat16 moments can decay."
+)
+def _optimizer_state(plan: Plan) -> Iterator[Violation]:
+    optimizer = plan.optimizer
+    if optimizer.state_dtype != plan.dtype and optimizer.implementation == "fused":
+        yield Violation(
+            "optimizer.implementation",
+            f"the fused optimizer keeps moments in the parameters' {plan.dtype}, not in {optimizer.state_dtype}",
+            f"use the implementation foreach, or the state_dtype {plan.dtype}",
+        )
+    if optimizer.state_dtype != "bfloat16":
+        return
+    for name in ("beta1", "beta2"):
+        beta = getattr(optimizer, name)
+        if beta > 1 - _BF16_ROUNDING:
+            yield Violation(
+                f"optimizer.{name}",
+                f"a bfloat16 moment that decays by 1 - {beta:g} = {1 - beta:.2g} of itself rounds back to what it was",
+                f"use a {name} of at most {1 - _BF16_ROUNDING:.3f}, or the state_dtype float32",
+            )
+
+
 # ------------------------------------------------------------------ the job
 
 
