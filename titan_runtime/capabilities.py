@@ -29,7 +29,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("mesh.tp", lambda p: p.mesh.tp > 1, "tensor parallelism", _NO_PARALLEL),
     Missing("mesh.cp", lambda p: p.mesh.cp > 1, "context parallelism", _NO_PARALLEL),
     Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
-    Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
     Missing(
         "activation_checkpoint.policies",
         lambda p: len(memory_budgets(p)) > 1,
@@ -53,13 +52,6 @@ MISSING: tuple[Missing, ...] = (
         lambda p: p.job.checkpoint.enable and p.job.checkpoint.last_save_in_hf,
         "a final checkpoint in Hugging Face's format",
         "turn last_save_in_hf off",
-    ),
-    Missing("job.metrics.enable_wandb", lambda p: p.job.metrics.enable_wandb, "Weights & Biases", "use TensorBoard"),
-    Missing(
-        "job.profiling.enable_memory_snapshot",
-        lambda p: p.job.profiling.enable_memory_snapshot,
-        "memory snapshots",
-        "turn enable_memory_snapshot off",
     ),
 )
 

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--dump-folder", metavar="DIR", help="root of everything the run writes")
     job.add_argument("--log-freq", type=int, metavar="N", help="steps between log lines")
     job.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, help="write TensorBoard scalars")
+    job.add_argument("--wandb", action=argparse.BooleanOptionalAction, help="also log to Weights & Biases")
     job.add_argument(
         "--checkpoint", action=argparse.BooleanOptionalAction, help="save checkpoints and resume from them"
     )
@@ -54,7 +55,9 @@ def apply_overrides(plan: Plan, arguments: argparse.Namespace) -> Plan:
             keep_latest_k="keep_latest_k",
             load_step="load_step",
         )
-        metrics = _replace(plan.job.metrics, changes, log_freq="log_freq", tensorboard="enable_tensorboard")
+        metrics = _replace(
+            plan.job.metrics, changes, log_freq="log_freq", tensorboard="enable_tensorboard", wandb="enable_wandb"
+        )
         profiling = _replace(plan.job.profiling, changes, profile="enable_profiling")
         job = _replace(plan.job, changes, steps="steps", dump_folder="dump_folder")
         validation = _replace(plan.job.validation, changes, validation="enable", validation_path="path")

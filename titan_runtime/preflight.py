@@ -51,6 +51,7 @@ def local_report(plan: Plan, path: str, digest: str, world_size: int, local_rank
     if not problems:
         problems += unsupported(plan)
         problems += _device_problems(plan, local_rank, torch.cuda.is_available, torch.cuda.device_count)
+        problems += _package_problems(plan, find_spec)
         if not problems:
             on_gpu = plan.cluster.gpu.device == "cuda"
             capability = torch.cuda.get_device_capability(local_rank) if on_gpu else None
@@ -88,6 +89,16 @@ def _device_problems(
             f"    try: start at most {device_count()} ranks on each node, one a GPU"
         ]
     return []
+
+
+def _package_problems(plan: Plan, find: Callable[[str], object | None]) -> list[str]:
+    """Packages that the plan needs, that are no dependency of Titan, and that `find` does not find."""
+    if not plan.job.metrics.enable_wandb or find("wandb") is not None:
+        return []
+    return [
+        "the plan logs to Weights & Biases, but the package wandb is not installed\n"
+        "    try: pip install wandb, or start with --no-wandb"
+    ]
 
 
 def memory_warnings(plan: Plan, device_gib: float) -> list[str]:

@@ -26,10 +26,10 @@ from titan_runtime.data import DataLoader, PackedStream, open_stream
 from titan_runtime.errors import RunError
 from titan_runtime.loss import cross_entropy_sum, training_loss
 from titan_runtime.mesh import build_mesh, data_group, data_rank
-from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog
+from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog, WandbWriter
 from titan_runtime.metrics.meter import predictions
 from titan_runtime.optimizer import build_optimizer
-from titan_runtime.profiling import profiler
+from titan_runtime.profiling import memory_snapshots, profiler
 from titan_runtime.signals import StopRequest, agree_on_flags
 from titan_runtime.step import batch_loss, train_step
 from titan_runtime.validation import Validator
@@ -86,9 +86,16 @@ def train(
 
     log = _open_log(plan, rank, progress.step)
     scalars = together(lambda: ScalarWriter(plan, rank, progress.step), "write TensorBoard scalars")
+    wandb = together(lambda: WandbWriter(plan, rank), "begin a run of Weights & Biases")
     meter, predicted = Meter(plan, device), predictions(plan)
     result = None
-    with StopRequest() as stop, loader, manual_gc() as collect, profiler(plan, rank, device, progress.step) as trace:
+    with (
+        StopRequest() as stop,
+        loader,
+        manual_gc() as collect,
+        profiler(plan, rank, device, progress.step) as trace,
+        memory_snapshots(plan, rank) as snapshot,
+    ):
         began_at = progress.step
         while progress.step < steps:
             microbatches = loader.next_batch()
@@ -109,6 +116,7 @@ def train(
             meter.step()
             if trace is not None:
                 trace.step()
+            snapshot(step)
             collect(step)
 
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
@@ -117,6 +125,7 @@ def train(
                 seen = progress.tokens_seen
                 console.step(step, steps, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
                 scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
+                wandb.write(step, measured, tokens_seen=seen, **numbers)
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
                 distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
@@ -132,6 +141,7 @@ def train(
                 meter.skip(validation.seconds)
                 console.validation(step, steps, validation.loss, validation.tokens, validation.seconds)
                 scalars.validation(step, validation.loss)
+                wandb.validation(step, validation.loss)
             if log is not None:
                 held_out = validation.loss if validation is not None else None
                 log.write(step=step, tokens_seen=progress.tokens_seen, validation_loss=held_out, **numbers)
@@ -153,6 +163,7 @@ def train(
     if log is not None:
         log.close()
     scalars.close()
+    wandb.close()
     if signal:
         return 128 + signal
     say_done(console, plan, progress.step, result.loss if result else None)

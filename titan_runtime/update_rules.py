@@ -140,20 +140,21 @@ class ShardedMuon(torch.optim.Optimizer):
                 kept, gradient = local(state["momentum_buffer"]), local(parameter.grad).float()
                 wide = kept.float()
                 wide.lerp_(gradient, 1 - momentum)
-                update = like(gradient.lerp(wide, momentum), parameter)
+                update = gradient.lerp(wide, momentum)
                 if kept.dtype is not torch.float32:
                     kept.copy_(wide)
-                whole = update.full_tensor() if isinstance(update, DTensor) else update
-                direction = _zeropower_via_newtonschulz(whole, **_NEWTON_SCHULZ)
                 if isinstance(parameter, DTensor):
+                    mesh = parameter.device_mesh
+                    whole = like(update.to(mesh.device_type), parameter).full_tensor()
+                    direction = _zeropower_via_newtonschulz(whole, **_NEWTON_SCHULZ)
                     # Each rank has the whole, so each cuts its own part: no rank is a source.
-                    direction = distribute_tensor(
-                        direction, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    ).to_local()
+                    direction = distribute_tensor(direction, mesh, parameter.placements, src_data_rank=None).to_local()
+                else:
+                    direction = _zeropower_via_newtonschulz(update, **_NEWTON_SCHULZ)
                 scale = 0.2 * math.sqrt(max(parameter.shape))
                 weight = local(parameter)
                 weight.mul_(1 - lr * group["weight_decay"])
-                weight.add_(direction, alpha=-lr * scale)
+                weight.add_(direction.to(weight.device), alpha=-lr * scale)
 
 
 class Together(torch.optim.Optimizer):

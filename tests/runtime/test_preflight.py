@@ -14,7 +14,14 @@ from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.plan import Plan
 from titan_runtime.capabilities import MISSING, unsupported
 from titan_runtime.errors import RunError
-from titan_runtime.preflight import Report, _device_problems, agree, memory_warnings, wrong_world_size
+from titan_runtime.preflight import (
+    Report,
+    _device_problems,
+    _package_problems,
+    agree,
+    memory_warnings,
+    wrong_world_size,
+)
 from titan_runtime.torchrun import torchrun_line
 
 GOOD = Report(digest="d" * 64, torch="2.13.0", titan="0.1.0")
@@ -108,6 +115,17 @@ def test_a_smaller_device_than_planned_is_a_warning() -> None:
     ]
 
 
+def test_wandb_is_asked_for_only_where_it_is_installed() -> None:
+    plan = plans.tiny_plan()
+    wanted = replace(plan, job=replace(plan.job, metrics=replace(plan.job.metrics, enable_wandb=True)))
+    assert _package_problems(plan, lambda name: None) == []
+    assert _package_problems(wanted, lambda name: object()) == []
+    assert _package_problems(wanted, lambda name: None) == [
+        "the plan logs to Weights & Biases, but the package wandb is not installed\n"
+        "    try: pip install wandb, or start with --no-wandb"
+    ]
+
+
 # ------------------------------------------------------------------ capabilities
 
 
@@ -129,8 +147,6 @@ def _asks_for(address: str) -> Plan:
     match address.split(".", 1):
         case ["mesh", axis]:
             return replace(plan, mesh=replace(plan.mesh, **{axis: 2}))
-        case ["fsdp", field]:
-            return replace(plan, fsdp=replace(plan.fsdp, **{field: True}))
         case ["activation_checkpoint", _]:
             policies = (plans.NO_CHECKPOINT, budget("some", 0.5), budget("more", 0.7))
             names = ("none", "some", "more", "none", "none")
@@ -143,10 +159,6 @@ def _asks_for(address: str) -> Plan:
             return job(checkpoint=replace(saving, async_mode="async"))
         case ["job", "checkpoint.last_save_in_hf"]:
             return job(checkpoint=replace(saving, last_save_in_hf=True))
-        case ["job", "metrics.enable_wandb"]:
-            return job(metrics=replace(plan.job.metrics, enable_wandb=True))
-        case ["job", "profiling.enable_memory_snapshot"]:
-            return job(profiling=replace(plan.job.profiling, enable_memory_snapshot=True))
     raise AssertionError(f"no plan for {address}: add one")
 
 

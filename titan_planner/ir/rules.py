@@ -516,6 +516,22 @@ def _units(plan: Plan) -> Iterator[Violation]:
             )
 
 
+@_rule("fsdp-offload", "Only FSDP on GPUs keeps parameters in host memory.")
+def _offload(plan: Plan) -> Iterator[Violation]:
+    if not plan.fsdp.cpu_offload:
+        return
+    if plan.cluster.gpu.device == "cpu":
+        yield Violation(
+            "fsdp.cpu_offload", "parameters of a CPU cluster are in host memory already", "turn the CPU offload off"
+        )
+    elif plan.fsdp.strategy != "fsdp":
+        yield Violation(
+            "fsdp.cpu_offload",
+            f"the strategy {plan.fsdp.strategy} keeps every parameter on the GPU",
+            "turn the CPU offload off, or use the strategy fsdp",
+        )
+
+
 # ------------------------------------------------------------------ execution
 
 
@@ -772,6 +788,16 @@ def _validation(plan: Plan) -> Iterator[Violation]:
     if plan.job.validation.enable and plan.job.validation.steps == 0:
         yield Violation(
             "job.validation.steps", "validation takes 0 batches", "use a number of batches, or -1 for the whole text"
+        )
+
+
+@_rule("job-memory-snapshot", "Memory snapshots are recorded on CUDA.")
+def _memory_snapshot(plan: Plan) -> Iterator[Violation]:
+    if plan.job.profiling.enable_memory_snapshot and plan.cluster.gpu.device != "cuda":
+        yield Violation(
+            "job.profiling.enable_memory_snapshot",
+            f"memory snapshots are of CUDA's allocator, but the cluster's device is {plan.cluster.gpu.device}",
+            "turn enable_memory_snapshot off",
         )
 
 

@@ -45,6 +45,8 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
             assert_never(plan.fsdp.strategy)
 
     # Only the shards get memory, and only then values.
-    module.to_empty(device=device)
+    module.to_empty(device="cpu" if plan.fsdp.cpu_offload else device)
+    for table in module.rotary:
+        table.to_empty(device=device)  # no weight, so it stays where attention needs it
     initialise(module, plan.model, plan.seeds.seed)
     return module

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import module_names
@@ -31,6 +31,8 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         # Inputs are not cast: activations have param_dtype from the embedding on, and rotary tables must stay float32.
         cast_forward_inputs=False,
     )
+    # Gradients, moments and the update live with the shards in host memory; a unit's weights visit the GPU when gathered.
+    offload = CPUOffloadPolicy() if fsdp.cpu_offload else OffloadPolicy()
     units = resolve_units(fsdp, module_names(plan.model))
     if plan.model.tied:
         _require_together(units, "tok_embeddings", "output")
@@ -42,10 +44,11 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             mesh=mesh,
             mp_policy=precision,
             reshard_after_forward=unit.reshard_after_forward,
+            offload_policy=offload,
         )
         handles.append(cast(FSDPModule, modules[0]))
     # The root's own parameters are needed again as soon as backward starts; torch keeps them gathered by default.
-    fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     sum_gradients(module)
     _prefetch(handles, fsdp)
 
