@@ -202,10 +202,15 @@ def test_memory_snapshots_are_written_on_time_and_when_memory_runs_out(
     assert recording == []
     profiling = replace(plan.job.profiling, enable_memory_snapshot=True)  # every 4 steps
     plan = replace(plan, job=replace(plan.job, profiling=profiling))
-    with pytest.raises(torch.OutOfMemoryError), memory_snapshots(plan, 3) as after:
-        for step in range(1, 10):
-            after(step)
-        raise torch.OutOfMemoryError
+
+    def run() -> None:
+        with memory_snapshots(plan, 3) as after:
+            for step in range(1, 10):
+                after(step)
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
     written = {path.parent.name for path in (tmp_path / "traces").rglob("rank-3.memory.pickle")}
     assert written == {"step-4", "step-8", "out-of-memory"}
     assert recording == ["all", None]

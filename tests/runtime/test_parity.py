@@ -97,13 +97,14 @@ def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module],
     from titan_planner.ir.inventory import muon_parameters
     from titan_runtime.apply import build_model
     from titan_runtime.apply.compile import compiled_loss
+    from titan_runtime.distributed import rank_device
     from titan_runtime.loss import training_loss
     from titan_runtime.mesh import build_mesh, data_group, data_rank
     from titan_runtime.optimizer import build_optimizer
     from titan_runtime.step import train_step
 
-    device = torch.device("cpu")
-    world = build_mesh(plan.mesh, "cpu")
+    device = rank_device(plan.cluster.gpu)
+    world = build_mesh(plan.mesh, device.type)
     group = data_group(world)
     module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer, muon_parameters(plan.model))
@@ -132,7 +133,8 @@ def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module],
         curve.norms.append(result.grad_norm)
     for fqn, parameter in module.named_parameters():
         tensor = parameter.detach()
-        curve.weights[fqn] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
+        curve.weights[fqn] = whole.cpu()
     if inspect is not None:
         inspect(module)
     return curve
