@@ -244,3 +244,16 @@ def test_importing_torchao_prints_nothing() -> None:
     code = "from titan_runtime.apply.float8 import _require_torchao; _require_torchao()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=plans.REPOSITORY)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_run_with_float8_output_prints_no_warning(tmp_path: Path) -> None:
+    def trained(rank: Rank) -> int:
+        from titan_runtime.train import train
+
+        plan = gathered(plans.tiny_plan(plans.mesh(2), local=4, job=plans.job(str(tmp_path), 2)), precomputed=True)
+        return train(plans.on_disk(plan), rank.index, rank.world_size, rank.store)
+
+    output: list[str] = []
+    assert run_ranks(trained, 2, process_group=False, output=output) == [0, 0]
+    assert all(line.startswith("titan: ") for line in output[0].splitlines())
+    assert output[1] == ""

@@ -8,6 +8,7 @@ tensor of another type, which FSDP asks for what to send; `high_precision` sees 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,9 @@ def apply_float8(module: nn.Module, plan: Plan) -> None:
     else:
         converted = _convert_float8(module, wanted, float8_config(plan.float8))
     require_equal(wanted, converted)
+    if "output" in wanted:
+        # Logits come out as a view of the product; FSDP warns that they must not be changed in place, and no loss does.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
 
 def planned(module: nn.Module, plan: Plan) -> frozenset[str]:
