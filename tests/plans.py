@@ -23,7 +23,7 @@ from titan_planner.ir.job import (
     Seeds,
     Validation,
 )
-from titan_planner.ir.model import Block, Blocks, Gqa, Model, RmsNorm, Rope, SwiGlu
+from titan_planner.ir.model import Block, Blocks, Gqa, Model, Moe, RmsNorm, Rope, SwiGlu
 from titan_planner.ir.parallel import (
     ContextParallel,
     ExpertParallel,
@@ -44,6 +44,7 @@ from titan_planner.ir.request import (
     ParallelismSpec,
     Request,
 )
+from titan_planner.sharding import expert_rows
 
 VOCAB = 2048
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -75,6 +76,31 @@ def tiny_model(**changes: Any) -> Model:
         tied=False,
     )
     return replace(model, **changes)
+
+
+def moe(**changes: Any) -> Moe:
+    """Eight experts, of which each token meets two and a shared one; routed as in DeepSeek V3."""
+    layer = Moe(
+        num_experts=8,
+        hidden_dim=24,
+        top_k=2,
+        num_shared_experts=1,
+        score_function="sigmoid",
+        score_before_experts=False,
+        route_norm=True,
+        route_scale=1.5,
+        num_groups=None,
+        num_limited_groups=None,
+        load_balance_coeff=1e-3,
+    )
+    return replace(layer, **changes)
+
+
+def tiny_moe_model(**changes: Any) -> Model:
+    """`tiny_model` with a dense first block and two blocks of `moe(**changes)`."""
+    dense = tiny_model().blocks[0].block
+    mixed = Blocks(repeat=2, block=replace(dense, feed_forward=moe(**changes)))
+    return tiny_model(blocks=(Blocks(repeat=1, block=dense), mixed), family="debug_moe")
 
 
 def cluster(ranks: int, device: str = "cpu", nodes: int = 1) -> Cluster:
@@ -222,7 +248,7 @@ def tiny_plan(
         "compile": Compile(enable=False, components=("model", "loss"), backend="inductor"),
         "loss": Loss(kind="cross_entropy", chunks=1, z_loss=0.0),
         "layers": tuple(Layer(fqn=fqn, stage=0, checkpoint="none") for fqn in top_level_modules(model)),
-        "sharding": (),
+        "sharding": expert_rows(model, grid),
         "dtype": "float32",
         "optimizer": Optimizer(
             name="AdamW",

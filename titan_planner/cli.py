@@ -353,7 +353,7 @@ def _schema(arguments: argparse.Namespace) -> int:
 def _models(arguments: argparse.Namespace) -> int:
     from titan_planner.console import emit_table
     from titan_planner.ir.codec import dumps, encode
-    from titan_planner.ir.inventory import num_params
+    from titan_planner.ir.inventory import num_active_params, num_params
     from titan_planner.models import MODELS, find_model
 
     if arguments.name and ":" in arguments.name:
@@ -373,6 +373,7 @@ def _models(arguments: argparse.Namespace) -> int:
         {
             "model": f"{family}:{flavor}",
             "params": num_params(model),
+            "active": num_active_params(model),
             "dim": model.dim,
             "layers": model.num_layers,
             "heads": model.blocks[0].block.attention.num_heads,

@@ -16,7 +16,7 @@ from titan_planner.ir.plan import Layer, Plan
 from titan_planner.ir.request import DEGREE_FIELDS, Request
 from titan_planner.ir.rules import divisors
 from titan_planner.schedules import default_stages_per_rank, place_stages
-from titan_planner.sharding import tensor_parallel_rows
+from titan_planner.sharding import expert_rows, tensor_parallel_rows
 from titan_planner.stages import layer_stages
 
 
@@ -70,11 +70,16 @@ def meshes(model: Model, cluster: Cluster, request: Request) -> Iterator[Mesh]:
 
 
 def _plausible(degrees: dict[str, int], model: Model, request: Request) -> bool:
-    """Whether stages have layers, heads divide over tp, and the pinned batch over the data-parallel ranks."""
+    """Whether stages have layers, heads divide over tp, the pinned ep the ranks, and the pinned batch the data ranks."""
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
     if degrees["pp"] > model.num_layers:
         return False
     if any(run.block.attention.num_heads % degrees["tp"] for run in model.blocks):
+        return False
+    pins = request.parallelism
+    ep, etp = pins.expert_parallel_degree, pins.expert_tensor_parallel_degree
+    inner = (ep if isinstance(ep, int) else 1) * (etp if isinstance(etp, int) else 1)
+    if degrees["dp_shard"] * degrees["cp"] * degrees["tp"] % inner:
         return False
     given, local = request.global_batch_size, request.local_batch_size
     share = dp * (local if isinstance(local, int) else 1)
@@ -152,7 +157,8 @@ def lay_out(
             tensor_parallel_rows(model, sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel)
             if mesh.tp > 1
             else ()
-        ),
+        )
+        + expert_rows(model, mesh),
     )
 
 

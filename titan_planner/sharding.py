@@ -5,41 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import assert_never
 
-from titan_planner.ir.inventory import LogicalAxis, Parameter
-from titan_planner.ir.model import Attention, FeedForward, Gqa, Model, SwiGlu
-from titan_planner.ir.parallel import ModuleSharding
+from titan_planner.ir.inventory import LogicalAxis, Parameter, feed_forward_name
+from titan_planner.ir.model import Attention, FeedForward, Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.parallel import Mesh, ModuleSharding
 
 TP_AXES: frozenset[LogicalAxis] = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 """Logical axes whose weight dim is sharded over tp; all others are replicated (Megatron-LM, arXiv 1909.08053)."""
 
 
 def tp_dim(parameter: Parameter) -> int | None:
-    """The dim of `parameter` that tp shards, or None when it is replicated."""
+    """The dim of `parameter` that tp (for an expert: etp) shards, or None when it is replicated."""
     return next((dim for dim, axis in enumerate(parameter.axes) if axis in TP_AXES), None)
 
 
-def local_shape(parameter: Parameter, tp: int, kv_replicas: int = 1) -> tuple[int, ...]:
-    """Shape on one tensor rank, in elements; `kv_replicas` ranks hold the same KV heads."""
+def local_shape(parameter: Parameter, mesh: Mesh, kv_replicas: int = 1) -> tuple[int, ...]:
+    """Shape on one rank before FSDP shards it, in elements; `kv_replicas` tensor ranks hold the same KV heads.
+
+    Experts are cut over ep, and inside over etp where others are over tp.
+    """
+    shape = list(parameter.shape)
     dim = tp_dim(parameter)
-    if dim is None or tp == 1:
-        return parameter.shape
-    parts = tp // kv_replicas if parameter.axes[dim] == "kv_heads" else tp
-    return tuple(size // parts if d == dim else size for d, size in enumerate(parameter.shape))
+    if parameter.is_expert:
+        shape[0] //= mesh.ep
+    if dim is not None:
+        parts = mesh.etp if parameter.is_expert else mesh.tp
+        shape[dim] //= parts // kv_replicas if parameter.axes[dim] == "kv_heads" else parts
+    return tuple(shape)
 
 
 def tensor_parallel_rows(model: Model, *, sequence_parallel: bool, loss_parallel: bool) -> tuple[ModuleSharding, ...]:
     """Megatron's plan for every kind of module of `model`; activations are [batch, sequence, features]."""
     stream = "S(1)" if sequence_parallel else "R"
     rows = [_row("tok_embeddings", "S(0)", input="R", output="P", output_needed=stream)]
-    kinds: dict[tuple[type, type], None] = {
-        (type(run.block.attention), type(run.block.feed_forward)): None for run in model.blocks
-    }
-    assert len(kinds) == 1, "rows are written once for all layers, so the layers must be of one kind"
-    block = model.blocks[0].block
-    norm = _row("layers.*.attention_norm", "R", input=stream, output=stream)
-    rows += [norm, *_attention("layers.*.attention", block.attention, stream)]
-    rows += [_row("layers.*.ffn_norm", "R", input=stream, output=stream)]
-    rows += list(_feed_forward("layers.*.feed_forward", block.feed_forward, stream))
+    # A row names the modules of all layers that have them, so layers of several kinds add up.
+    for attention in {type(run.block.attention): run.block.attention for run in model.blocks}.values():
+        rows += _attention("layers.*.attention", attention, stream)
+    rows.insert(1, _row("layers.*.attention_norm", "R", input=stream, output=stream))
+    rows.append(_row("layers.*.ffn_norm", "R", input=stream, output=stream))
+    for name, feed_forward in _feed_forwards(model).items():
+        rows += _feed_forward(f"layers.*.{name}", feed_forward, stream)
     rows.append(_row("norm", "R", input=stream, output=stream))
     # Loss parallel leaves the logits sharded over the vocabulary; without it they are gathered.
     rows.append(
@@ -53,6 +57,41 @@ def tensor_parallel_rows(model: Model, *, sequence_parallel: bool, loss_parallel
         )
     )
     return tuple(rows)
+
+
+def expert_rows(model: Model, mesh: Mesh) -> tuple[ModuleSharding, ...]:
+    """Placements of the experts' weights over ep (whole experts) and etp (inside an expert, as tp cuts a SwiGLU)."""
+    rows: list[ModuleSharding] = []
+    if not any(isinstance(run.block.feed_forward, Moe) for run in model.blocks):
+        return ()
+    for axis, dims in (("ep", {"w1": 0, "w2": 0, "w3": 0}), ("etp", {"w1": 1, "w2": 2, "w3": 1})):
+        if mesh.degree(axis) > 1:
+            rows += [_expert_row(name, axis, dim) for name, dim in dims.items()]
+    return tuple(rows)
+
+
+def _expert_row(name: str, axis: str, dim: int) -> ModuleSharding:
+    assert axis in ("ep", "etp")
+    return ModuleSharding(
+        module=f"layers.*.moe.experts.{name}",
+        axis=axis,  # type: ignore[arg-type]
+        weight=f"S({dim})",
+        input=None,
+        input_needed=None,
+        output=None,
+        output_needed=None,
+    )
+
+
+def _feed_forwards(model: Model) -> dict[str, FeedForward]:
+    """The feed-forward layers by the name that blocks call them; of a mixture, one with shared experts where there is."""
+    found: dict[str, FeedForward] = {}
+    for run in model.blocks:
+        layer = run.block.feed_forward
+        name = feed_forward_name(layer)
+        if name not in found or (isinstance(layer, Moe) and layer.num_shared_experts):
+            found[name] = layer
+    return found
 
 
 def _attention(name: str, attention: Attention, stream: str) -> Iterator[ModuleSharding]:
@@ -70,11 +109,21 @@ def _feed_forward(name: str, feed_forward: FeedForward, stream: str) -> Iterator
     match feed_forward:
         case SwiGlu():
             yield _row(name, None, input=stream, input_needed="R")
-            yield _row(f"{name}.w1", "S(0)", input="R", output="S(2)")
-            yield _row(f"{name}.w2", "S(1)", input="S(2)", output="P", output_needed=stream)
-            yield _row(f"{name}.w3", "S(0)", input="R", output="S(2)")
+            yield from _swiglu(name, output="P", output_needed=stream)
+        case Moe():
+            # Routed and shared parts of every rank are summed once, on leaving the layer.
+            yield _row(name, None, input=stream, input_needed="R", output="P", output_needed=stream)
+            yield _row(f"{name}.router.gate", "R", input="R", output="R")
+            if feed_forward.num_shared_experts:
+                yield from _swiglu(f"{name}.shared_experts", output="P", output_needed="P")
         case _:
             assert_never(feed_forward)
+
+
+def _swiglu(name: str, output: str, output_needed: str) -> Iterator[ModuleSharding]:
+    yield _row(f"{name}.w1", "S(0)", input="R", output="S(2)")
+    yield _row(f"{name}.w2", "S(1)", input="S(2)", output=output, output_needed=output_needed)
+    yield _row(f"{name}.w3", "S(0)", input="R", output="S(2)")
 
 
 def _row(

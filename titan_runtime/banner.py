@@ -20,6 +20,7 @@ def announce(console: Console, plan: Plan) -> None:
 
     mesh, batch, job = plan.mesh, plan.batch, plan.job
     degrees = " x ".join(f"{axis} {mesh.degree(axis)}" for axis in AXES if mesh.degree(axis) > 1) or "1 rank"
+    degrees += "".join(f", {axis} {mesh.degree(axis)}" for axis in ("ep", "etp") if mesh.degree(axis) > 1)
     model = " ".join(part for part in (plan.model.family, plan.model.flavor) if part)
     console.say(
         f"Titan {version()}, torch {torch.__version__}; plan {plan.name or '(unnamed)'}, digest {digest(plan)[:12]}"

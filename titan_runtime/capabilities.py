@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_planner.ir.plan import Plan
+from titan_planner.ir.rules import mixtures
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,37 @@ class Missing:
 _NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
 
 MISSING: tuple[Missing, ...] = (
-    Missing("mesh.pp", lambda p: p.mesh.pp > 1, "pipeline parallelism", _NO_PARALLEL),
-    Missing("mesh.tp", lambda p: p.mesh.tp > 1, "tensor parallelism", _NO_PARALLEL),
-    Missing("mesh.cp", lambda p: p.mesh.cp > 1, "context parallelism", _NO_PARALLEL),
-    Missing("mesh.ep", lambda p: p.mesh.ep > 1, "expert parallelism", _NO_PARALLEL),
+    Missing(
+        "loss.chunks",
+        lambda p: p.mesh.pp > 1 and p.loss.chunks > 1,
+        "the chunked loss in a pipeline",
+        "set loss.chunks to 1",
+    ),
+    Missing(
+        "model.tied",
+        lambda p: p.model.tied and p.mesh.pp > 1 and p.pipeline.stages[0].pp_rank == p.pipeline.stages[-1].pp_rank,
+        "tied weights when one rank holds the first and the last stage",
+        "use a schedule that lays stages in a loop, e.g. 1F1B",
+    ),
+    Missing(
+        "model.blocks",
+        lambda p: p.mesh.tp > 1 and bool(mixtures(p.model)),
+        "tensor parallelism of a model with experts",
+        _NO_PARALLEL,
+    ),
+    Missing("mesh.etp", lambda p: p.mesh.etp > 1, "tensor parallelism inside an expert", _NO_PARALLEL),
+    Missing(
+        "expert_parallel.comm_backend",
+        lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",
+        "token dispatch by DeepEP or HybridEP",
+        "use `standard`",
+    ),
+    Missing(
+        "float8.enable_fsdp_float8_all_gather",
+        lambda p: p.mesh.tp > 1 and p.float8.enable_fsdp_float8_all_gather,
+        "the Float8 all-gather under tensor parallelism",
+        "turn the all-gather off",
+    ),
     Missing(
         "activation_checkpoint.policies",
         lambda p: len(memory_budgets(p)) > 1,

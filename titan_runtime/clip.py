@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 @torch.no_grad()
-def global_norm(gradients: Iterable[Tensor]) -> Tensor:
+def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
     """2-norm over all elements of all gradients, float64 scalar, the same bits on every rank. Collective.
+
+    `stages` are the pipeline ranks, which hold different gradients; None without a pipeline.
 
     Elements that several ranks hold (replicas) count once. Squares are summed in float64 over tensors and ranks, and within
     a tensor in float32 on a GPU, which adds in a tree, and in float64 on a CPU, which adds one after the other: in float32
@@ -52,6 +54,8 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
         for group in groups:
             dist.all_reduce(squares, group=group)
         total = total.to(squares.device) + squares
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_planner.ir.inventory import Init, Parameter, parameters
 from titan_planner.ir.model import Model
+from titan_runtime.modules.moe import MixtureOfExperts
 from titan_runtime.modules.rope import RotaryTable
 
 BLOCK_ELEMENTS = 1 << 22
@@ -27,7 +28,7 @@ BLOCK_ELEMENTS = 1 << 22
 
 
 def initialise(module: nn.Module, model: Model, seed: int) -> None:
-    """Fill every parameter and rotary table of `module`, whose memory is allocated but holds anything.
+    """Fill every parameter and buffer of `module`, whose memory is allocated but holds anything.
 
     `module` may hold some of the model's parameters only (a pipeline stage), plain or as DTensors.
     Raises ValueError for a parameter that the model's inventory does not know.
@@ -41,7 +42,7 @@ def initialise(module: nn.Module, model: Model, seed: int) -> None:
                 raise ValueError(f"the module has a parameter {fqn!r} that the model's inventory lacks")
             _fill(tensor, inventory[fqn], seed)
         for part in module.modules():
-            if isinstance(part, RotaryTable):
+            if isinstance(part, RotaryTable | MixtureOfExperts):
                 part.reset()
 
 

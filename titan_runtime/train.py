@@ -20,11 +20,12 @@ from titan_runtime import distributed
 from titan_runtime.agreement import together
 from titan_runtime.apply import build_model
 from titan_runtime.apply.compile import compiled_loss
+from titan_runtime.apply.context import shard_sequences
 from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
 from titan_runtime.checkpoint import Checkpointer
 from titan_runtime.data import DataLoader, PackedStream, open_stream
 from titan_runtime.errors import RunError
-from titan_runtime.loss import cross_entropy_sum, training_loss
+from titan_runtime.loss import loss_function, measured_loss
 from titan_runtime.mesh import build_mesh, data_group, data_rank
 from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog, WandbWriter
 from titan_runtime.metrics.meter import predictions
@@ -61,11 +62,11 @@ def train(
     announce(console, plan)
     module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer, muon_parameters(plan.model))
-    loss = compiled_loss(training_loss(plan.loss), plan)
+    loss = compiled_loss(loss_function(plan, world), plan)
     loader = together(lambda: open_data(plan, rank), "open the training data")
     group = data_group(world)
     validator = Validator(plan, rank, partial(open_text, plan)) if plan.job.validation.enable else None
-    measure = partial(batch_loss, plan, module, compiled_loss(cross_entropy_sum, plan))
+    measure = partial(batch_loss, plan, module, compiled_loss(measured_loss(plan, world), plan))
     checkpoints = Checkpointer(
         plan,
         module,
@@ -98,7 +99,7 @@ def train(
     ):
         began_at = progress.step
         while progress.step < steps:
-            microbatches = loader.next_batch()
+            microbatches = shard_sequences(loader.next_batch(), plan, rank)
             result = train_step(
                 plan,
                 module,
@@ -120,17 +121,21 @@ def train(
             collect(step)
 
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+            more = result.experts.numbers() if result.experts else {}
             if step == began_at + 1 or step % plan.job.metrics.log_freq == 0 or step == steps:
                 measured = meter.measure(loader.wait_s)
                 seen = progress.tokens_seen
                 console.step(step, steps, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
-                scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers)
-                wandb.write(step, measured, tokens_seen=seen, **numbers)
+                if result.experts is not None and result.experts.dropped:
+                    console.say(
+                        f"note: in step {step} expert capacity cut off {result.experts.dropped:,} choices of tokens"
+                    )
+                scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers, more=more)
+                wandb.write(step, measured, tokens_seen=seen, **numbers, **more)
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
                 distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
 
-            validation = None
             if validator is not None and validator.due(step):
                 if validator.runs == 0:
                     # It compiles and connects like a first step.
@@ -140,11 +145,11 @@ def train(
                     distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
                 meter.skip(validation.seconds)
                 console.validation(step, steps, validation.loss, validation.tokens, validation.seconds)
+                more = {**more, "validation_loss": validation.loss}
                 scalars.validation(step, validation.loss)
                 wandb.validation(step, validation.loss)
             if log is not None:
-                held_out = validation.loss if validation is not None else None
-                log.write(step=step, tokens_seen=progress.tokens_seen, validation_loss=held_out, **numbers)
+                log.write(step=step, tokens_seen=progress.tokens_seen, **numbers, more=more)
 
             # Signals and clocks differ between ranks, and all must save after the same step.
             signal, minutes_over = agree_on_flags(stop.signal, checkpoints.minutes_due() if rank == 0 else 0)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from titan_planner.ir.plan import Plan
 from titan_runtime.agreement import on_first_rank, together
+from titan_runtime.apply.context import shard_sequences
 from titan_runtime.apply.fsdp import reshard
+from titan_runtime.apply.pipeline import Pipeline
 from titan_runtime.data import PackedStream
-from titan_runtime.data.loader import Microbatch
 from titan_runtime.errors import RunError
 from titan_runtime.loss import IGNORE
 from titan_runtime.mesh import data_rank
@@ -51,6 +52,7 @@ class Validator:
         first = on_first_rank(lambda: fingerprint, "open the validation text")
         together(lambda: _require_same(fingerprint, first, path), "open the validation text")
 
+        self._plan, self._rank = plan, rank
         self._local, self._seq_len = plan.batch.local_batch_size, plan.batch.seq_len
         self._dp, self._share = plan.mesh.dp, data_rank(plan.mesh, rank)
         # A batch is as large as one of training whatever the mesh, so that `steps` means the same text on any.
@@ -61,7 +63,7 @@ class Validator:
         self.runs = 0
         self._freq, self._last = settings.freq, plan.job.steps
         keep = self.batches * self._local * self._seq_len <= KEPT_TOKENS
-        self._kept: list[Microbatch] | None = [] if keep else None
+        self._kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
 
     def due(self, step: int) -> bool:
         """Whether to validate after `step`: every `freq` steps and after the last one."""
@@ -92,12 +94,14 @@ class Validator:
             module.train(was_training)
             # No backward frees what a unit keeps for it; a checkpoint would find whole weights where it looks for shards.
             reshard(module)
+        if isinstance(module, Pipeline):
+            dist.all_reduce(sums[0], group=module.group)  # the last stage's; the tokens were counted by all
         dist.all_reduce(sums, group=group)
         self.runs += 1
         total, count = sums.tolist()
         return ValidationResult(total / count, int(count), time.perf_counter() - began)
 
-    def _own_batches(self) -> Iterator[Microbatch]:
+    def _own_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's share, exactly `batches` of them."""
         if self._kept:
             yield from self._kept
@@ -106,7 +110,7 @@ class Validator:
         for _ in range(self.batches):
             group = [next(samples, None) for _ in range(self._dp * self._local)]
             own = group[self._share * self._local : (self._share + 1) * self._local]
-            batch = _microbatch(own, self._seq_len)
+            (batch,) = shard_sequences([_microbatch(own, self._seq_len)], self._plan, self._rank)
             if self._kept is not None:
                 self._kept.append(batch)
             yield batch
@@ -135,7 +139,7 @@ def _count(stream: PackedStream, limit: int | None, path: str) -> int:
     return count
 
 
-def _microbatch(samples: list[array[int] | None], seq_len: int) -> Microbatch:
+def _microbatch(samples: list[array[int] | None], seq_len: int) -> tuple[Tensor, Tensor]:
     """Samples as tensors; what is short or missing is filled with token 0 and labels that do not count."""
     tokens = torch.zeros(len(samples), seq_len, dtype=torch.int64)
     labels = torch.full((len(samples), seq_len), IGNORE, dtype=torch.int64)
@@ -144,7 +148,7 @@ def _microbatch(samples: list[array[int] | None], seq_len: int) -> Microbatch:
             window = torch.tensor(sample, dtype=torch.int64)
             tokens[row, : len(window) - 1] = window[:-1]
             labels[row, : len(window) - 1] = window[1:]
-    return Microbatch(tokens, labels)
+    return tokens, labels
 
 
 def _require_same(own: object, first: object, path: str) -> None:

@@ -97,8 +97,9 @@ def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module],
     from titan_planner.ir.inventory import muon_parameters
     from titan_runtime.apply import build_model
     from titan_runtime.apply.compile import compiled_loss
+    from titan_runtime.apply.context import shard_sequences
     from titan_runtime.distributed import rank_device
-    from titan_runtime.loss import training_loss
+    from titan_runtime.loss import loss_function
     from titan_runtime.mesh import build_mesh, data_group, data_rank
     from titan_runtime.optimizer import build_optimizer
     from titan_runtime.step import train_step
@@ -108,7 +109,7 @@ def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module],
     group = data_group(world)
     module = build_model(plan, world, device)
     optimizer = build_optimizer(module, plan.optimizer, muon_parameters(plan.model))
-    loss = compiled_loss(training_loss(plan.loss), plan)
+    loss = compiled_loss(loss_function(plan, world), plan)
     share = data_rank(plan.mesh, rank.index)
     local, accumulation = plan.batch.local_batch_size, plan.batch.accumulation_steps
     curve = Curve([], [], {})
@@ -123,7 +124,7 @@ def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module],
             module,
             optimizer,
             loss,
-            batch,
+            shard_sequences(batch, plan, rank.index),
             step=step + 1,
             schedule_step=step,
             device=device,

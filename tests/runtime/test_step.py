@@ -14,7 +14,7 @@ from tests.harness import Rank, run_ranks
 from titan_planner.ir.plan import Plan
 from titan_runtime.clip import clip_, global_norm
 from titan_runtime.errors import RunError
-from titan_runtime.loss import count_valid, cross_entropy_sum, training_loss
+from titan_runtime.loss import count_valid, cross_entropy_sum, loss_function, with_z_loss
 
 
 def poisoned(rank: Rank, plan: Plan, where: str) -> tuple[str, bool]:
@@ -151,7 +151,7 @@ def test_the_z_loss_bends_the_gradient_and_not_the_value(dtype: torch.dtype) -> 
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(2, 3, 50, generator=generator)).to(dtype).requires_grad_()
     labels = torch.tensor([[1, -100, 3], [4, 5, -100]])
-    loss = training_loss(replace(plans.tiny_plan().loss, z_loss=0.3))
+    loss = with_z_loss(0.3)
     found = loss(logits, labels)
     assert torch.equal(found, cross_entropy_sum(logits, labels))
     (gradient,) = torch.autograd.grad(found, logits)
@@ -166,4 +166,4 @@ def test_the_z_loss_bends_the_gradient_and_not_the_value(dtype: torch.dtype) -> 
 
 
 def test_without_a_weight_there_is_no_z_loss() -> None:
-    assert training_loss(plans.tiny_plan().loss) is cross_entropy_sum
+    assert loss_function(plans.tiny_plan(), None) is cross_entropy_sum

@@ -30,6 +30,16 @@ activation_checkpoint: {mode: selective}
 float8: {recipe: tensorwise, filter_fqns: [output, auto_filter_small_kn]}
 """
 
+MOE = """\
+spec_version: 1
+name: moe
+model: {family: debug_moe, flavor: debug}
+cluster: {gpu: cpu, nodes: 1, gpus_per_node: 4}
+training: {steps: 20, seq_len: 128, global_batch_size: 8}
+parallelism: {expert_parallel_degree: 2}
+data: {source: text, path: data/sample, tokenizer: data/tokenizer.json}
+"""
+
 
 def compile_text(text: str, sets: list[str] | None = None) -> Plan:
     """The plan of a spec given as text."""

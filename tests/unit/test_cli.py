@@ -135,7 +135,9 @@ def test_schema_models_hardware_completion(capsys):
     assert json.loads(run(capsys, "schema", "spec")[1])["title"] == "Titan spec, version 1"
     assert "8,030,261,248" in run(capsys, "models")[1]
     assert "8,030,261,248" in run(capsys, "models", "llama3:8B")[1]
-    assert len(json.loads(run(capsys, "models", "--json")[1])) == 6
+    rows = {row["model"]: row for row in json.loads(run(capsys, "models", "--json")[1])}
+    assert len(rows) == 7
+    assert rows["debug_moe:debugmodel"]["active"] < rows["debug_moe:debugmodel"]["params"]
     assert run(capsys, "models", "lama3")[0] == 1
     assert "989.4" in run(capsys, "hardware")[1]
     assert "source" in run(capsys, "hardware", "h100-sxm-80gb")[1]

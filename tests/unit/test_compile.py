@@ -119,6 +119,12 @@ def test_a_model_that_cannot_fit_says_how_many_nodes_it_needs():
     assert llama("70B", nodes=nodes).mesh.world_size == nodes * 8
 
 
+def test_split_backward_never_gets_selective_checkpointing():
+    more = "parallelism: {pipeline_parallel_degree: 4, pipeline_parallel_schedule: ZBVZeroBubble}\n"
+    plan = llama("70B", nodes=8, training="local_batch_size: 16", more=more)
+    assert {layer.checkpoint for layer in plan.layers if layer.fqn.startswith("layers.")} == {"full"}
+
+
 def test_kv_heads_are_replicated_when_tp_exceeds_them():
     plan = llama(nodes=2, more="parallelism: {tensor_parallel_degree: 16}\nlimits: {keep_tp_in_node: false}\n")
     assert plan.tensor_parallel.kv_replicas == 2

@@ -15,10 +15,12 @@ from titan_planner.ir.errors import PlanError
 from titan_planner.ir.rules import RULES
 from titan_planner.ir.verify import load_plan, load_plan_with_notes
 
-from .builders import PIPELINE, TINY, compile_text
+from .builders import MOE, PIPELINE, TINY, compile_text
 
 TINY_PLAN = compile_text(TINY)
 PIPELINE_PLAN = compile_text(PIPELINE)
+TIED_PLAN = compile_text(TINY.replace("flavor: debug", "flavor: debug, overrides: {tied: true}"))
+MOE_PLAN = compile_text(MOE)
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -127,6 +129,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("schedule without pp", TINY_PLAN, edit("pipeline.schedule", "1F1B"), "but pp is 1", "pp-schedule"),
     ("no schedule", PIPELINE_PLAN, edit("pipeline.schedule", None), "neither a schedule nor", "pp-schedule"),
     (
+        "partial reshard with tp",
+        PIPELINE_PLAN,
+        lambda d: (d["mesh"].update(tp=2, dp_shard=4), d["fsdp"]["units"][1].update(reshard_after_forward=2)),
+        "cannot reshard to 2 of 4 ranks together with tp = 2",
+        "tp-partial-reshard",
+    ),
+    (
         "split backward with reshard",
         PIPELINE_PLAN,
         lambda d: (
@@ -135,6 +144,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         ),
         "trains wrong without an error",
         "pp-split-backward-reshard",
+    ),
+    (
+        "split backward, selective",
+        PIPELINE_PLAN,
+        edit("pipeline.schedule", "InterleavedZeroBubble"),
+        "runs backward twice over a stage",
+        "pp-split-backward-selective",
     ),
     (
         "microbatches",
@@ -171,9 +187,23 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("sharding gone", PIPELINE_PLAN, edit("sharding", []), "no module is placed on the axis `tp`", "sharding-rows"),
     ("sharding text", PIPELINE_PLAN, edit("sharding.0.weight", "Shard(0)"), "must look like", None),
     ("ep without experts", TINY_PLAN, edit("mesh.ep", 2), "the model has no experts", "ep-region"),
+    ("ep of experts", MOE_PLAN, edit("mesh.ep", 3), "does not divide the 8 experts", "ep-region"),
+    ("ep of the region", MOE_PLAN, edit("mesh.ep", 8), "does not divide dp_shard x cp x tp = 4", "ep-region"),
+    ("experts not placed", MOE_PLAN, drop("sharding.1"), "`layers.1.moe.experts.w2` is not placed", "ep-experts"),
+    ("expert dim", MOE_PLAN, edit("sharding.0.weight", "S(3)"), "has no weight dim 3", "sharding-rows"),
+    ("experts to 4", MOE_PLAN, edit("fsdp.units.1.reshard_after_forward", 4), "does not divide the 2 ranks", "fsdp-units"),
+    ("weight as unit", MOE_PLAN, edit("fsdp.units.1.modules.0", "layers.*.moe.experts.w1"), "no module", "fsdp-units"),
+    ("unit in selective", PIPELINE_PLAN, edit("fsdp.units.0.modules.0", "layers.3.feed_forward"), "FSDP unit inside of",
+     "ac-nested-units"),
+    ("unknown layer kind", MOE_PLAN, edit("model.blocks.1.block.feed_forward.kind", "mo"), "must be one of `swiglu`, `moe`", None),
+    ("field of a kind", MOE_PLAN, drop("model.blocks.1.block.feed_forward.top_k"), "lacks the field `top_k`", None),
+    ("too many chosen", MOE_PLAN, edit("model.blocks.1.block.feed_forward.top_k", 9), "more than the 8 experts", None),
+    ("router in float8", MOE_PLAN, lambda d: d["float8"].update(
+        recipe="tensorwise", emulate=True, converted=["layers.*.moe.router.gate"]), "is a router", "float8-linears"),
     ("etp", PIPELINE_PLAN, edit("mesh.etp", 2), "is neither 1 nor tp = 4", "ep-region"),
     ("unit unknown", TINY_PLAN, edit("fsdp.units.0.modules.0", "embed"), "matches no module", "fsdp-units"),
     ("unit twice", TINY_PLAN, edit("fsdp.units.0.modules.0", "norm"), "is in the FSDP units 0 and 2", "fsdp-units"),
+    ("tied apart", TIED_PLAN, edit("fsdp.units.1.modules", ["norm", "output"]), "has only one of them", "fsdp-tied"),
     ("reshard to 3", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 3), "does not divide the 4 ranks", "fsdp-units"),
     ("reshard to 1", TINY_PLAN, edit("fsdp.units.1.reshard_after_forward", 1), "needs at least 2 ranks", None),
     ("ddp with shards", TINY_PLAN, edit("fsdp.strategy", "ddp"), "DDP replicates parameters", "fsdp-units"),
@@ -285,6 +315,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
                    d["context_parallel"].update(method="alltoall"), d["batch"].update(global_batch_size=16)),
         "splits 8 KV heads over cp 16 x tp 4",
         "cp-heads",
+    ),
+    (
+        "ptrr",
+        TINY_PLAN,
+        lambda d: (d["mesh"].update(cp=2, dp_shard=2), d["context_parallel"].update(load_balance="ptrr")),
+        "the balance ptrr sorts the block masks of FlexAttention",
+        "cp-balance",
     ),
 ]  # fmt: skip
 

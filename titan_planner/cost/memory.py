@@ -7,12 +7,13 @@ modules keep up to 37 % more (fp32 norms, rotary copies). The allocator's reserv
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
 
 from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches
 from titan_planner.ir.inventory import Parameter, muon_parameters, parameters
-from titan_planner.ir.model import Block, Gqa, SwiGlu
+from titan_planner.ir.model import Block, Gqa, Moe, SwiGlu
 from titan_planner.ir.plan import Plan, StageMemory
 from titan_planner.schedules import microbatches_in_flight
 from titan_planner.sharding import local_shape
@@ -47,10 +48,21 @@ def _numel_with_one_moment(plan: Plan) -> dict[str, int]:
 
 
 def _local_numel(plan: Plan, parameter: Parameter) -> int:
-    total = 1
-    for size in local_shape(parameter, plan.mesh.tp, plan.tensor_parallel.kv_replicas):
-        total *= size
-    return total
+    return math.prod(local_shape(parameter, plan.mesh, plan.tensor_parallel.kv_replicas))
+
+
+def sharded_numel(plan: Plan) -> dict[str, float]:
+    """Elements of every top-level module that a rank holds between steps; experts are sharded over ranks of their own."""
+    found: dict[str, float] = {fqn: float(count) for fqn, count in module_numel(plan).items()}
+    if plan.fsdp.strategy != "fsdp":
+        return found
+    found = {fqn: count / plan.mesh.fsdp for fqn, count in found.items()}
+    if plan.mesh.efsdp != plan.mesh.fsdp:
+        for parameter in parameters(plan.model):
+            if parameter.is_expert:
+                local = _local_numel(plan, parameter)
+                found[top_level(parameter)] += local / plan.mesh.efsdp - local / plan.mesh.fsdp
+    return found
 
 
 def top_level(parameter: Parameter) -> str:
@@ -61,7 +73,9 @@ def top_level(parameter: Parameter) -> str:
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Memory of the fullest rank of each pipeline *rank*, reported at its first stage; GiB."""
-    numel, saved = module_numel(plan), _numel_with_one_moment(plan)
+    numel, sharded = module_numel(plan), sharded_numel(plan)
+    once = _numel_with_one_moment(plan)
+    shards = plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1
     # Equal layers cost the same, so activations are computed once per (kind of block, policy).
     cached: dict[tuple[int, str], float] = {}
     blocks = list(plan.model.layers())
@@ -82,17 +96,14 @@ def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
                     assert policy is not None
                     cached[key] = block_activation_bytes(plan, block, policy)
                 activations += cached[key]
-        local = sum(numel[layer.fqn] for layer in layers)
-        shards = plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1
+        local = sum(sharded[layer.fqn] for layer in layers)
         found.append(
             StageMemory(
                 stage=stages[0],
-                parameters_gib=_gib(local * _BYTES[plan.dtype] / shards),
-                gradients_gib=_gib(local * _BYTES[plan.dtype] / shards),
+                parameters_gib=_gib(local * _BYTES[plan.dtype]),
+                gradients_gib=_gib(local * _BYTES[plan.dtype]),
                 optimizer_gib=_gib(
-                    (2 * local - sum(saved[layer.fqn] for layer in layers))
-                    * _BYTES[plan.optimizer.state_dtype]
-                    / shards
+                    (2 * local - sum(once[layer.fqn] for layer in layers) / shards) * _BYTES[plan.optimizer.state_dtype]
                 ),
                 unsharded_gib=_gib(_unsharded_bytes(plan, [layer.fqn for layer in layers], numel)),
                 activations_gib=_gib(activations * held + _working_bytes(plan, blocks)),
@@ -123,14 +134,20 @@ def block_activation_bytes(plan: Plan, block: Block, policy: CheckpointPolicy) -
             lse = tokens * gqa.num_heads / plan.mesh.tp
         case _:
             assert_never(block.attention)
+    routed = 0.0
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
             mlp = tokens * hidden / plan.mesh.tp
+        case Moe() as moe:
+            # With the experts' loads balanced. Each token is copied for every expert that it goes to, there and back.
+            sent = tokens * moe.top_k
+            mlp = tokens * moe.shared_dim / plan.mesh.tp + sent * moe.hidden_dim / plan.mesh.etp
+            routed = sent * plan.model.dim
         case _:
             assert_never(block.feed_forward)
     if policy.mode == "full":
         return 2 * stream
-    everything = 8 * stream + 4 * q + 4 * kv + 4 * lse + 8 * mlp
+    everything = 8 * stream + 4 * q + 4 * kv + 4 * lse + 8 * mlp + 4 * routed
     if policy.mode == "none":
         return everything
     if policy.mode == "selective":

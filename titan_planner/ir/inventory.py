@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, assert_never
 
-from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Model, SwiGlu
+from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.parallel import Mesh
 
-LogicalAxis: TypeAlias = Literal["vocab", "embed", "heads", "kv_heads", "mlp", "norm"]
+LogicalAxis: TypeAlias = Literal["vocab", "embed", "heads", "kv_heads", "mlp", "norm", "experts", "router"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,24 @@ class Parameter:
         """FQN of the module that owns the weight."""
         return self.fqn.rsplit(".", 1)[0]
 
+    @property
+    def target(self) -> str:
+        """What a sharding row calls it: its module, or the weight itself where a module holds several (experts)."""
+        return self.fqn.removesuffix(".weight")
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it stacks the weights of all routed experts of a layer."""
+        return self.axes[0] == "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor that is state of the run but not trained: float32, equal on all ranks, saved in checkpoints."""
+
+    fqn: str
+    shape: tuple[int, ...]
+
 
 # Llama 3's linear weights are truncated at 2 in *absolute value* in the reference initialisation, which at std 0.02 is
 # 100 standard deviations: no truncation in effect. Only the output projection is really cut, at three deviations.
@@ -68,7 +87,7 @@ def _block(prefix: str, index: int, block: Block, model: Model) -> Iterator[Para
     # The residual branches shrink with depth: 0.02 / sqrt(2 (l + 1)), as in TorchTitan's Llama 3.
     deep = Init("normal", model.init_std / math.sqrt(2 * (index + 1)))
     yield from _attention(f"{prefix}.attention", block.attention, model.dim, plain, deep)
-    yield from _feed_forward(f"{prefix}.feed_forward", block.feed_forward, model.dim, plain, deep)
+    yield from _feed_forward(prefix, block.feed_forward, model.dim, plain, deep)
     yield Parameter(f"{prefix}.attention_norm.weight", (model.dim,), ("norm",), Init("ones"))
     yield Parameter(f"{prefix}.ffn_norm.weight", (model.dim,), ("norm",), Init("ones"))
 
@@ -86,15 +105,53 @@ def _attention(prefix: str, attention: Attention, dim: int, plain: Init, deep: I
             assert_never(attention)
 
 
-def _feed_forward(prefix: str, feed_forward: FeedForward, dim: int, plain: Init, deep: Init) -> Iterator[Parameter]:
+def feed_forward_name(feed_forward: FeedForward) -> str:
+    """What a block calls its feed-forward layer."""
     match feed_forward:
         case SwiGlu():
-            hidden = feed_forward.hidden_dim
-            yield Parameter(f"{prefix}.w1.weight", (hidden, dim), ("mlp", "embed"), plain)
-            yield Parameter(f"{prefix}.w2.weight", (dim, hidden), ("embed", "mlp"), deep)
-            yield Parameter(f"{prefix}.w3.weight", (hidden, dim), ("mlp", "embed"), deep)
+            return "feed_forward"
+        case Moe():
+            return "moe"
         case _:
             assert_never(feed_forward)
+
+
+def _feed_forward(block: str, feed_forward: FeedForward, dim: int, plain: Init, deep: Init) -> Iterator[Parameter]:
+    prefix = f"{block}.{feed_forward_name(feed_forward)}"
+    match feed_forward:
+        case SwiGlu():
+            yield from _swiglu(prefix, feed_forward.hidden_dim, dim, plain, deep)
+        case Moe():
+            count, hidden = feed_forward.num_experts, feed_forward.hidden_dim
+            yield Parameter(f"{prefix}.router.gate.weight", (count, dim), ("router", "embed"), deep)
+            yield Parameter(f"{prefix}.experts.w1", (count, hidden, dim), ("experts", "mlp", "embed"), plain)
+            yield Parameter(f"{prefix}.experts.w2", (count, dim, hidden), ("experts", "embed", "mlp"), deep)
+            yield Parameter(f"{prefix}.experts.w3", (count, hidden, dim), ("experts", "mlp", "embed"), deep)
+            if feed_forward.num_shared_experts:
+                yield from _swiglu(f"{prefix}.shared_experts", feed_forward.shared_dim, dim, plain, deep)
+        case _:
+            assert_never(feed_forward)
+
+
+def _swiglu(prefix: str, hidden: int, dim: int, plain: Init, deep: Init) -> Iterator[Parameter]:
+    yield Parameter(f"{prefix}.w1.weight", (hidden, dim), ("mlp", "embed"), plain)
+    yield Parameter(f"{prefix}.w2.weight", (dim, hidden), ("embed", "mlp"), deep)
+    yield Parameter(f"{prefix}.w3.weight", (hidden, dim), ("mlp", "embed"), deep)
+
+
+@functools.lru_cache(maxsize=16)
+def buffers(model: Model) -> tuple[Buffer, ...]:
+    """All tensors of `model` that a checkpoint holds beside the parameters, in module order."""
+    found = []
+    for index, block in enumerate(model.layers()):
+        match block.feed_forward:
+            case Moe(load_balance_coeff=float()) as moe:
+                found.append(Buffer(f"layers.{index}.moe.expert_bias", (moe.num_experts,)))
+            case Moe() | SwiGlu():
+                pass
+            case _:
+                assert_never(block.feed_forward)
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=16)
@@ -110,7 +167,24 @@ def num_params(model: Model) -> int:
 @functools.lru_cache(maxsize=16)
 def muon_parameters(model: Model) -> frozenset[str]:
     """FQNs of the parameters that Muon takes: matrices between hidden states. Embedding, output, norms are AdamW's."""
-    return frozenset(p.fqn for p in parameters(model) if len(p.shape) == 2 and "vocab" not in p.axes)
+    return frozenset(
+        p.fqn for p in parameters(model) if len(p.shape) == 2 and "vocab" not in p.axes and not is_router(p.module)
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def num_active_params(model: Model) -> int:
+    """Trained elements that one token meets: of the routed experts only the `top_k` that it goes to."""
+    idle = 0
+    for run in model.blocks:
+        match run.block.feed_forward:
+            case Moe() as moe:
+                idle += run.repeat * (moe.num_experts - moe.top_k) * 3 * moe.hidden_dim * model.dim
+            case SwiGlu():
+                pass
+            case _:
+                assert_never(run.block.feed_forward)
+    return num_params(model) - idle
 
 
 @functools.lru_cache(maxsize=16)
@@ -120,7 +194,10 @@ def top_level_modules(model: Model) -> tuple[str, ...]:
 
 
 def linear_modules(model: Model) -> Mapping[str, tuple[int, int]]:
-    """Linear layers, FQN -> (N = out features, K = in features), output projection included, in module order."""
+    """Linear layers, FQN -> (N = out features, K = in features), output projection included, in module order.
+
+    Routed experts are not among them: they are stacks of weights that one grouped product takes.
+    """
     return _linear_modules(model)
 
 
@@ -133,6 +210,30 @@ def _linear_modules(model: Model) -> Mapping[str, tuple[int, int]]:
     if model.tied:
         linears["output"] = (model.vocab_size, model.dim)
     return MappingProxyType(linears)  # cached, so nobody may change it
+
+
+def fsdp_dim(parameter: Parameter, mesh: Mesh) -> int:
+    """The dim of `parameter` that FSDP shards: 0, but of stacked experts that are too few to share out, the next one.
+
+    Sharded by whole experts, ranks beyond their number would hold nothing while the others hold too much.
+    """
+    if not parameter.is_expert or (parameter.shape[0] // mesh.ep) % mesh.efsdp == 0:
+        return 0
+    inner = parameter.shape[1] // (mesh.etp if parameter.axes[1] == "mlp" else 1)
+    return 1 if inner % mesh.efsdp == 0 else 0  # torch shards dims other than 0 evenly only
+
+
+def is_router(fqn: str) -> bool:
+    """Whether the linear `fqn` is a router's, which computes in float32 whatever the rest does."""
+    return fqn.endswith(".router.gate")
+
+
+@functools.lru_cache(maxsize=16)
+def sharding_targets(model: Model) -> Mapping[str, int]:
+    """What sharding rows may name -> number of dims of its weight, 0 for a module that owns none, in module order."""
+    found = dict.fromkeys(module_names(model), 0)
+    found.update({parameter.target: len(parameter.shape) for parameter in parameters(model)})
+    return MappingProxyType(found)
 
 
 @functools.lru_cache(maxsize=16)

@@ -66,8 +66,84 @@ class SwiGlu:
     hidden_dim: Annotated[int, Field("Elements between w1/w3 and w2.", ge=1, le=10**8)]
 
 
+@record
+class Moe:
+    """A mixture of SwiGLU experts without biases: a router sends each token to `top_k` of them; shared experts see all.
+
+    The router scores in float32. A token's output is the sum of its experts' outputs times their scores (or of the experts'
+    outputs on the scaled token), plus the shared experts'.
+    """
+
+    kind: Annotated[Literal["moe"], Field("Layer kind.")] = "moe"
+    num_experts: Annotated[int, Field("Routed experts.", ge=1, le=10**6)]
+    hidden_dim: Annotated[int, Field("Elements between w1/w3 and w2 of one expert.", ge=1, le=10**8)]
+    top_k: Annotated[int, Field("Experts that each token goes to.", ge=1, le=10**6)]
+    num_shared_experts: Annotated[
+        int,
+        Field(
+            "Experts that see every token, computed as one layer of width hidden_dim x this; 0: none.", ge=0, le=10**4
+        ),
+    ]
+    score_function: Annotated[
+        Literal["softmax", "sigmoid"], Field("How the router's logits become scores: over all experts, or each alone.")
+    ]
+    score_before_experts: Annotated[bool, Field("Scores scale the experts' inputs (true) or their outputs (false).")]
+    route_norm: Annotated[bool, Field("A token's chosen scores are divided by their sum.")]
+    route_scale: Annotated[float, Field("Factor on the chosen scores.", gt=0)]
+    num_groups: Annotated[
+        int | None, Field("Group-limited routing: equal groups that experts lie in, in order; null: no groups.", ge=1)
+    ]
+    num_limited_groups: Annotated[
+        int | None,
+        Field("Groups that a token may choose from: those with the largest sums of their two best scores.", ge=1),
+    ]
+    load_balance_coeff: Annotated[
+        float | None,
+        Field("Step of the bias that balances the experts' loads and counts in choosing only; null: no bias.", gt=0),
+    ]
+
+    @property
+    def shared_dim(self) -> int:
+        """Width of the one layer that stands for all shared experts; 0 without them."""
+        return self.hidden_dim * self.num_shared_experts
+
+    def check(self) -> None:
+        if self.top_k > self.num_experts:
+            raise InvariantError("top_k", f"`top_k` {self.top_k} is more than the {self.num_experts} experts")
+        if self.route_norm and self.top_k == 1:
+            raise InvariantError(
+                "route_norm", "`route_norm` with `top_k` 1 makes every score 1, so that the router would never learn"
+            )
+        if (self.num_groups is None) != (self.num_limited_groups is None):
+            raise InvariantError(
+                "num_limited_groups", "`num_groups` and `num_limited_groups` go together: set both or none"
+            )
+        if self.num_groups is None or self.num_limited_groups is None:
+            return
+        if self.num_experts % self.num_groups:
+            raise InvariantError(
+                "num_groups", f"`num_groups` {self.num_groups} does not divide the {self.num_experts} experts"
+            )
+        each = self.num_experts // self.num_groups
+        if each < 2:
+            raise InvariantError(
+                "num_groups",
+                f"`num_groups` {self.num_groups} leaves {each} expert a group, but groups are judged by two",
+            )
+        if self.num_limited_groups > self.num_groups:
+            raise InvariantError(
+                "num_limited_groups",
+                f"`num_limited_groups` {self.num_limited_groups} is more than the {self.num_groups} groups",
+            )
+        if self.num_limited_groups * each < self.top_k:
+            raise InvariantError(
+                "num_limited_groups",
+                f"{self.num_limited_groups} groups of {each} experts are fewer than the `top_k` {self.top_k} to choose",
+            )
+
+
 Attention: TypeAlias = Gqa
-FeedForward: TypeAlias = SwiGlu
+FeedForward: TypeAlias = SwiGlu | Moe
 
 
 @record
@@ -82,7 +158,7 @@ class Block:
     """One pre-norm transformer block: x + attention(norm x), then x + feed_forward(norm x)."""
 
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: Annotated[FeedForward, Field("What follows attention: one layer for all tokens, or experts.")]
     norm: Annotated[RmsNorm, Field("Both norms of the block.")]
 
 

@@ -45,6 +45,11 @@ class Mesh:
         """Ranks over which FSDP shards a parameter: dp_shard x cp."""
         return self.dp_shard * self.cp
 
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which FSDP shards an expert's weights beside ep and etp; they are dp_shard x cp x tp together."""
+        return self.fsdp if self.ep == 1 else self.fsdp * self.tp // (self.ep * self.etp)
+
     def degree(self, axis: str) -> int:
         """Degree of the axis named `axis`."""
         value = getattr(self, axis)

@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from titan_planner.ir.fqn import select
-from titan_planner.ir.inventory import linear_modules, module_names, parameters, top_level_modules
-from titan_planner.ir.model import Gqa, SwiGlu
+from titan_planner.ir.inventory import (
+    is_router,
+    linear_modules,
+    module_names,
+    parameters,
+    sharding_targets,
+    top_level_modules,
+)
+from titan_planner.ir.model import Gqa, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import MULTI_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 from titan_planner.ir.plan import Plan
 
@@ -49,6 +56,11 @@ def _rule(id: str, statement: str, structural: bool = False) -> Callable[[Check]
         return check
 
     return register
+
+
+def mixtures(model: Model) -> tuple[Moe, ...]:
+    """The mixtures of experts among the kinds of layers of `model`."""
+    return tuple(run.block.feed_forward for run in model.blocks if isinstance(run.block.feed_forward, Moe))
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -251,7 +263,7 @@ def _tp_heads(plan: Plan) -> Iterator[Violation]:
                     )
 
 
-@_rule("tp-dims", "tp divides the feed-forward width and the vocabulary.")
+@_rule("tp-dims", "tp divides the feed-forward width and the vocabulary, and etp the experts' width.")
 def _tp_dims(plan: Plan) -> Iterator[Violation]:
     tp = plan.mesh.tp
     for run in plan.model.blocks:
@@ -261,6 +273,18 @@ def _tp_dims(plan: Plan) -> Iterator[Violation]:
                     "mesh.tp",
                     f"tp = {tp} does not divide the feed-forward width {hidden}",
                     f"use one of {_legal(tuple(d for d in divisors(hidden) if d <= tp))}",
+                )
+                break
+            case Moe(shared_dim=shared) if shared % tp:
+                yield Violation(
+                    "mesh.tp",
+                    f"tp = {tp} does not divide the shared experts' width {shared}",
+                    f"use one of {_legal(tuple(d for d in divisors(shared) if d <= tp))}",
+                )
+                break
+            case Moe(hidden_dim=hidden) if hidden % plan.mesh.etp:
+                yield Violation(
+                    "mesh.etp", f"etp = {plan.mesh.etp} does not divide the experts' width {hidden}", "use etp = 1"
                 )
                 break
     if plan.model.vocab_size % tp:
@@ -320,8 +344,7 @@ def _tp_options(plan: Plan) -> Iterator[Violation]:
     "sharding-rows", "Sharding rows name existing modules, once per axis, on axes larger than 1, and dims that exist."
 )
 def _sharding(plan: Plan) -> Iterator[Violation]:
-    names = module_names(plan.model)
-    ranks = {parameter.module: len(parameter.shape) for parameter in parameters(plan.model)}
+    names = sharding_targets(plan.model)
     claimed: dict[tuple[str, str], str] = {}
     for index, row in enumerate(plan.sharding):
         at = f"sharding[{index}]"
@@ -342,7 +365,7 @@ def _sharding(plan: Plan) -> Iterator[Violation]:
                 )
                 break
             claimed[module, row.axis] = row.module
-            if row.weight is not None and row.weight.startswith("S(") and int(row.weight[2:-1]) >= ranks.get(module, 0):
+            if row.weight is not None and row.weight.startswith("S(") and int(row.weight[2:-1]) >= names[module]:
                 yield Violation(at, f"`{module}` has no weight dim {row.weight[2:-1]} to shard", "use S(0), S(1) or R")
                 break
     if plan.mesh.tp > 1 and not any(row.axis == "tp" for row in plan.sharding):
@@ -372,6 +395,16 @@ def _cp_heads(plan: Plan) -> Iterator[Violation]:
                     return
 
 
+@_rule("cp-balance", "Context parallelism is balanced head-tail or not at all.")
+def _cp_balance(plan: Plan) -> Iterator[Violation]:
+    if plan.mesh.cp > 1 and plan.context_parallel.load_balance == "ptrr":
+        yield Violation(
+            "context_parallel.load_balance",
+            "the balance ptrr sorts the block masks of FlexAttention, and no layer kind of this version has any",
+            "use headtail",
+        )
+
+
 @_rule("ep-region", "ep divides dp_shard x cp x tp, etp is 1 or tp, and experts exist.")
 def _experts(plan: Plan) -> Iterator[Violation]:
     mesh = plan.mesh
@@ -384,8 +417,35 @@ def _experts(plan: Plan) -> Iterator[Violation]:
             f"ep {mesh.ep} x etp {mesh.etp} does not divide dp_shard x cp x tp = {region}",
             f"use an ep of {_legal(divisors(region))}",
         )
-    if mesh.ep > 1:  # no layer kind of this version has experts
+    if mesh.ep == 1:
+        return
+    counts = sorted({moe.num_experts for moe in mixtures(plan.model)})
+    if not counts:
         yield Violation("mesh.ep", f"ep = {mesh.ep}, but the model has no experts", "use ep = 1")
+    for count in counts:
+        if count % mesh.ep:
+            yield Violation(
+                "mesh.ep",
+                f"ep = {mesh.ep} does not divide the {count} experts",
+                f"use one of {_legal(tuple(d for d in divisors(math.gcd(*counts)) if region % d == 0))}",
+            )
+
+
+@_rule("ep-experts", "With ep > 1 sharding rows place the weights of all experts on `ep` by whole experts.")
+def _expert_rows(plan: Plan) -> Iterator[Violation]:
+    if plan.mesh.ep == 1:
+        return
+    targets = sharding_targets(plan.model)
+    rows = [row for row in plan.sharding if row.axis == "ep"]
+    placed = {name: row.weight for row in rows for name in select(row.module, targets)}
+    for parameter in parameters(plan.model):
+        if parameter.is_expert and placed.get(parameter.target) != "S(0)":
+            yield Violation(
+                "sharding",
+                f"ep = {plan.mesh.ep}, but `{parameter.target}` is not placed on the axis `ep` by S(0)",
+                "compile the plan anew, or set mesh.ep to 1",
+            )
+            return
 
 
 # ------------------------------------------------------------------ pipeline
@@ -461,7 +521,8 @@ def _microbatches(plan: Plan) -> Iterator[Violation]:
 
 @_rule("pp-split-backward-reshard", "Zero-bubble and V schedules keep FSDP parameters gathered until backward.")
 def _split_backward(plan: Plan) -> Iterator[Violation]:
-    # With resharding, torch 2.13 computes no weight gradients for some microbatches: losses are silently wrong from step 2.
+    # torch 2.13 looks for the weights of a stage when it has computed the gradients of its inputs. By then FSDP has put the
+    # shards back, which are not in the graph, so no weight is found and no weight gradient is computed, without an error.
     if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES or plan.fsdp.strategy != "fsdp":
         return
     for index, unit in enumerate(plan.fsdp.units):
@@ -472,6 +533,20 @@ def _split_backward(plan: Plan) -> Iterator[Violation]:
                 "set reshard_after_forward to false (never)",
             )
             return
+
+
+@_rule("pp-split-backward-selective", "Zero-bubble and V schedules do not checkpoint selectively.")
+def _split_backward_selective(plan: Plan) -> Iterator[Violation]:
+    # They run backward twice over a stage, for inputs and for weights, and torch's selective checkpointing allows one.
+    if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return
+    used = {layer.checkpoint for layer in plan.layers}
+    if any(policy.mode == "selective" and policy.name in used for policy in plan.activation_checkpoint.policies):
+        yield Violation(
+            "activation_checkpoint.policies",
+            f"{plan.pipeline.schedule} runs backward twice over a stage, which selective checkpointing does not allow",
+            "use the checkpointing mode full or none, or the schedule Interleaved1F1B",
+        )
 
 
 # ------------------------------------------------------------------ data parallelism
@@ -491,7 +566,9 @@ def _units(plan: Plan) -> Iterator[Violation]:
             yield Violation("fsdp.units", "DDP has no units", "empty the list, or use the strategy fsdp")
         return
     claimed: dict[str, int] = {}
+    experts = tuple(dict.fromkeys(p.module for p in parameters(plan.model) if p.is_expert))
     for index, unit in enumerate(plan.fsdp.units):
+        mine = {module for selector in unit.modules for module in select(selector, names)}
         for selector in unit.modules:
             found = select(selector, names)
             if not found:
@@ -508,11 +585,15 @@ def _units(plan: Plan) -> Iterator[Violation]:
                     break
                 claimed[module] = index
         reshard = unit.reshard_after_forward
-        if not isinstance(reshard, bool) and plan.mesh.fsdp % reshard:
+        ranks = plan.mesh.fsdp
+        if any(fqn == module or fqn.startswith(f"{module}.") for fqn in experts for module in mine):
+            # Experts are sharded over fewer ranks than the rest of their unit.
+            ranks = math.gcd(ranks, plan.mesh.efsdp)
+        if not isinstance(reshard, bool) and ranks % reshard:
             yield Violation(
                 f"fsdp.units[{index}].reshard_after_forward",
-                f"resharding to {reshard} ranks does not divide the {plan.mesh.fsdp} ranks that shard",
-                f"use one of {_legal(divisors(plan.mesh.fsdp))}",
+                f"resharding to {reshard} ranks does not divide the {ranks} ranks that shard",
+                f"use one of {_legal(divisors(ranks))}",
             )
 
 
@@ -530,6 +611,35 @@ def _offload(plan: Plan) -> Iterator[Violation]:
             f"the strategy {plan.fsdp.strategy} keeps every parameter on the GPU",
             "turn the CPU offload off, or use the strategy fsdp",
         )
+
+
+@_rule("fsdp-tied", "A tied embedding and output share one FSDP unit, or both belong to the root.")
+def _tied_units(plan: Plan) -> Iterator[Violation]:
+    if not plan.model.tied or plan.layers[0].stage != plan.layers[-1].stage:
+        return
+    for index, unit in enumerate(plan.fsdp.units):
+        has = [any(select(selector, (module,)) for selector in unit.modules) for module in ("tok_embeddings", "output")]
+        if has[0] != has[1]:
+            yield Violation(
+                f"fsdp.units[{index}]",
+                "`tok_embeddings` and `output` share a weight (the model is tied), but this unit has only one of them",
+                "put both into one unit",
+            )
+            return
+
+
+@_rule("tp-partial-reshard", "With tp > 1, FSDP units reshard to all ranks that shard them, or not at all.")
+def _partial_reshard(plan: Plan) -> Iterator[Violation]:
+    # torch 2.13: "Resharding to smaller mesh is not supported for DTensor parameters yet", which tp makes of all.
+    for index, unit in enumerate(plan.fsdp.units):
+        reshard = unit.reshard_after_forward
+        if plan.mesh.tp > 1 and not isinstance(reshard, bool) and reshard != plan.mesh.fsdp:
+            yield Violation(
+                f"fsdp.units[{index}].reshard_after_forward",
+                f"torch cannot reshard to {reshard} of {plan.mesh.fsdp} ranks together with tp = {plan.mesh.tp}",
+                "set reshard_after_forward to always or never, or tp to 1",
+            )
+            return
 
 
 # ------------------------------------------------------------------ execution
@@ -555,6 +665,25 @@ def _checkpointing(plan: Plan) -> Iterator[Violation]:
                 "turn compile on with the component `model`, or use the mode selective",
             )
             return
+
+
+@_rule("ac-nested-units", "No FSDP unit lies inside a selectively checkpointed block.")
+def _nested_units(plan: Plan) -> Iterator[Violation]:
+    # Its hooks run operators inside of the checkpointed region, others in forward than in recomputation: torch 2.13 fails.
+    modes = {policy.name: policy.mode for policy in plan.activation_checkpoint.policies}
+    selective = {layer.fqn for layer in plan.layers if modes.get(layer.checkpoint) == "selective"}
+    names = module_names(plan.model)
+    for index, unit in enumerate(plan.fsdp.units):
+        for module in (name for selector in unit.modules for name in select(selector, names)):
+            block = ".".join(module.split(".")[:2])
+            if module != block and block in selective:
+                yield Violation(
+                    f"fsdp.units[{index}]",
+                    f"`{module}` is an FSDP unit inside of `{block}`, which is checkpointed selectively: torch cannot "
+                    "recompute it",
+                    "remove the unit, or checkpoint the block in the mode full or none",
+                )
+                return
 
 
 @_rule("float8-hardware", "Float8 runs on GPUs that have it, or is emulated; MXFP8 is never emulated.")
@@ -601,6 +730,13 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
             )
         converted.update(found)
         for module in found:
+            if is_router(module):
+                yield Violation(
+                    f"float8.converted[{index}]",
+                    f"`{module}` is a router, which computes in float32",
+                    f"move `{selector}` to skipped",
+                )
+                break
             out_features, in_features = linears[module]
             if out_features % block or in_features % block:
                 yield Violation(

@@ -73,7 +73,9 @@ def _unknown(data: Any, schema: dict[str, Any], root: dict[str, Any], path: Path
     if "anyOf" in schema:
         for branch in schema["anyOf"]:
             target = _resolve(branch, root)
-            if target.get("type") == ("object" if isinstance(data, dict) else "array"):
+            if target.get("type") == ("object" if isinstance(data, dict) else "array") and not _other_kind(
+                data, target
+            ):
                 yield from _unknown(data, target, root, path)
                 return
         return
@@ -86,6 +88,12 @@ def _unknown(data: Any, schema: dict[str, Any], root: dict[str, Any], path: Path
     elif isinstance(data, list) and "items" in schema:
         for index, item in enumerate(data):
             yield from _unknown(item, schema["items"], root, (*path, index))
+
+
+def _other_kind(data: Any, schema: dict[str, Any]) -> bool:
+    """Whether `schema` is of records with another `kind` than that of `data`."""
+    wanted = schema.get("properties", {}).get("kind", {}).get("const")
+    return isinstance(data, dict) and wanted is not None and data.get("kind", wanted) != wanted
 
 
 def _resolve(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +150,19 @@ def _explain_any_of(error: ValidationError, name: str, path: PathTuple) -> Itera
     value: Any = error.instance
     kind = _json_type(value)
     root: Any = error.validator_value
+    wrong_kind: dict[int, Any] = {
+        int(inner.schema_path[0]): inner.validator_value
+        for inner in error.context or ()
+        if inner.validator == "const" and list(inner.path) == ["kind"]
+    }
+    if len(wrong_kind) > 1 and len(wrong_kind) == len(root):
+        known, given = list(wrong_kind.values()), value["kind"]
+        text = f"`{dotted((*path, 'kind'))}` is {show(given)}, but it must be {_one_of(known)}"
+        yield Difference((*path, "kind"), text, _close(given, known))
+        return
     for index, branch in enumerate(root):
+        if index in wrong_kind and len(wrong_kind) < len(root):
+            continue
         kinds = branch.get("type", "object" if "$ref" in branch else ())
         kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         if kind in kinds or (kind == "integer" and "number" in kinds):

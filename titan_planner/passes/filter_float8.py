@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from titan_planner.ir.execution import SkippedLinear
 from titan_planner.ir.fqn import ALIASES, fold
-from titan_planner.ir.inventory import linear_modules, parameters
+from titan_planner.ir.inventory import is_router, linear_modules, parameters
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.rules import float8_all_gather_obstacle
 from titan_planner.passes.context import Context
@@ -40,7 +40,7 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
     if tokens % block and not asked.emulate:
         ctx.missed("float8", f"a rank's microbatch has {tokens} tokens, which is not a multiple of {block}")
         return plan
-    local = {p.module: local_shape(p, plan.mesh.tp, plan.tensor_parallel.kv_replicas) for p in parameters(plan.model)}
+    local = {p.module: local_shape(p, plan.mesh, plan.tensor_parallel.kv_replicas) for p in parameters(plan.model)}
     converted: list[str] = []
     skipped: dict[str, list[str]] = {}
     for fqn, (n, k) in linear_modules(plan.model).items():
@@ -62,6 +62,8 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
     for reason, fqns in skipped.items():
         for selector in fold(fqns):
             ctx.missed(selector, f"no Float8: {reason}")
+    for selector in fold(dict.fromkeys(p.module for p in parameters(plan.model) if p.is_expert)):
+        ctx.missed(selector, "no Float8: experts are grouped products over stacked weights, not linears")
     return replace(
         plan,
         float8=replace(
@@ -91,6 +93,8 @@ def _reason(
     for pattern in patterns:
         if pattern_matches(pattern, fqn):
             return f"filter_fqns has `{pattern}`"
+    if is_router(fqn):
+        return "routers compute in float32"
     if n % block or k % block:
         return f"its local shape {n} x {k} is not a multiple of {block}"
     if too_small is not None and too_small(n, k):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from titan_planner.cost.estimate import estimate
 from titan_planner.ir.execution import CheckpointPolicy
+from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import ActivationCheckpointSpec
 from titan_planner.passes.context import Context
@@ -43,7 +44,9 @@ def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
         ctx.applied("activation_checkpoint", f"{_describe(asked)}, as pinned")
         return chosen
     tried = []
-    for policy in (NONE, _selective(asked), FULL):
+    # Schedules that split backward cannot checkpoint selectively (rule pp-split-backward-selective).
+    split = plan.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
+    for policy in (NONE, FULL) if split else (NONE, _selective(asked), FULL):
         candidate = _uniform(plan, policy)
         result = estimate(candidate)
         tried.append(f"{policy.name} needs {result.peak_memory_gib:.1f} GiB")

@@ -160,7 +160,7 @@ def explanation(plan: Plan, address: str) -> Explanation:
         raise PlanError(Complaint("the address is empty", address, hint=_ADDRESS_HINT))
     field = re.fullmatch(r"(.+)\.(stage|checkpoint|fqn)", wanted)
     stem = wanted.removesuffix(".weight")
-    named = [name for name in modules.names if matches(stem, name)]
+    named = [name for name in {**modules.names, **modules.targets} if matches(stem, name)]
     if stem == "layers":
         named = [name for name in modules.layers if name.startswith("layers.")]
     if named:
@@ -402,7 +402,7 @@ def _topic(modules: Modules, fqn: str) -> Topic:
         facts.append(("parameters", values.count(sum(parameter.numel for parameter in owned))))
     elif fqn == "output":
         facts.append(("parameters", "none of its own: tied to tok_embeddings"))
-    if len(owned) == 1 and owned[0].module == fqn:
+    if len(owned) == 1 and owned[0].target == fqn:
         _, shape, arrow, local, placements, _ = rows.pop()
         facts.append(("weight", f"{shape} {arrow} {local} on a rank  {placements}".rstrip()))
     facts += [*_shared_facts(modules, fqn), *_block_facts(modules, fqn)]
@@ -419,7 +419,9 @@ def _shared_facts(modules: Modules, fqn: str) -> Iterator[tuple[str, str]]:
         yield "ddp", f"replicated on {plan.mesh.dp} ranks"
     elif plan.mesh.fsdp > 1:
         freed = f"unit {'+'.join(unit.modules)}, {reshard_words(unit.reshard_after_forward)}" if unit else "root unit"
-        yield "fsdp", f"{freed}, sharded over {plan.mesh.fsdp} ranks"
+        owned = modules.weights(fqn)
+        over = {plan.mesh.efsdp if parameter.is_expert else plan.mesh.fsdp for parameter in owned} or {plan.mesh.fsdp}
+        yield "fsdp", f"{freed}, sharded over {' or '.join(str(ranks) for ranks in sorted(over))} ranks"
 
 
 def _block_facts(modules: Modules, fqn: str) -> Iterator[tuple[str, str]]:

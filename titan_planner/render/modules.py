@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from titan_planner.ir.diff import expand
 from titan_planner.ir.execution import CheckpointPolicy
-from titan_planner.ir.inventory import Parameter, parameters
+from titan_planner.ir.inventory import Parameter, fsdp_dim, parameters, sharding_targets
 from titan_planner.ir.parallel import FsdpUnit, ModuleSharding
 from titan_planner.ir.plan import Layer, Plan
 
@@ -34,7 +34,7 @@ class Weight:
     @property
     def module(self) -> str:
         """The name without `.weight`."""
-        return self.name.rsplit(".", 1)[0]
+        return self.name.removesuffix(".weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Modules:
                 head = f"{head}.{part}"
                 self.names[head] = None
         self.names["output"] = None
+        self.targets = sharding_targets(plan.model)
         self.layers: Mapping[str, Layer] = {layer.fqn: layer for layer in plan.layers}
         self.linears = {
             p.module: p.shape for p in self.parameters if len(p.shape) == 2 and p.module != "tok_embeddings"
@@ -73,7 +74,7 @@ class Modules:
             self.linears["output"] = (plan.model.vocab_size, plan.model.dim)
         self.sharding: dict[str, list[ModuleSharding]] = {}
         for entry in plan.sharding:
-            for name in expand(entry.module, self.names):
+            for name in expand(entry.module, self.targets):
                 self.sharding.setdefault(name, []).append(entry)
         self._float8: dict[str, Float8Status] = {}
         for skipped in plan.float8.skipped:
@@ -111,7 +112,7 @@ class Modules:
         local = list(parameter.shape)
         placements: list[tuple[str, str]] = []
         mesh = self.plan.mesh
-        for entry in self.sharding.get(parameter.module, ()):
+        for entry in self.sharding.get(parameter.target, ()):
             if entry.weight is None:
                 continue
             placements.append((entry.axis, entry.weight))
@@ -122,9 +123,11 @@ class Modules:
                     if entry.axis == "tp" and parameter.axes[dim] == "kv_heads":
                         ranks //= self.plan.tensor_parallel.kv_replicas
                     local[dim] = math.ceil(local[dim] / ranks)
-        if self.plan.fsdp.strategy == "fsdp" and mesh.fsdp > 1:
-            placements.append(("fsdp", "S(0)"))
-            local[0] = math.ceil(local[0] / mesh.fsdp)
+        shards = mesh.efsdp if parameter.is_expert else mesh.fsdp
+        if self.plan.fsdp.strategy == "fsdp" and shards > 1:
+            dim = fsdp_dim(parameter, mesh)
+            placements.append(("efsdp" if parameter.is_expert and mesh.ep > 1 else "fsdp", f"S({dim})"))
+            local[dim] = math.ceil(local[dim] / shards)
         return Weight(
             name or parameter.fqn, parameter.shape, tuple(local), tuple(placements), self.float8(parameter.module)
         )
@@ -133,7 +136,7 @@ class Modules:
         """The parameters of `fqn` and everything below it."""
         if fqn in self.by_module:
             return self.by_module[fqn]
-        return [p for p in self.parameters if p.fqn.startswith(f"{fqn}.")]
+        return [p for p in self.parameters if p.fqn.startswith(f"{fqn}.") or p.target == fqn]
 
     def groups(self, wanted: Iterable[str] | None = None) -> list[Group]:
         """The top-level modules (all, or those named), with layers that are decided alike folded, in model order."""

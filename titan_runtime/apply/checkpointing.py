@@ -25,7 +25,10 @@ MATMUL = torch.ops.aten.mm.default
 
 def apply_checkpointing(module: nn.Module, plan: Plan) -> None:
     """Wrap the forward of every top-level module in place as its layer's policy says. FQNs stay as they are."""
+    here = {name for name, _ in module.named_modules()}
     for layer in plan.layers:
+        if layer.fqn not in here:  # another pipeline stage's
+            continue
         policy = plan.activation_checkpoint.policy(layer.checkpoint)
         if policy is None:
             raise RunError(
@@ -110,5 +113,6 @@ def _shapes(part: nn.Module, fqn: str, selectors: tuple[str, ...]) -> frozenset[
     shapes = set()
     for name, child in part.named_modules():
         if isinstance(child, nn.Linear) and any(matches(selector, f"{fqn}.{name}") for selector in selectors):
-            shapes.add((child.in_features, child.out_features))
+            # The weight's own shape: under tensor parallelism a rank multiplies with a part of it.
+            shapes.add((child.weight.shape[1], child.weight.shape[0]))
     return frozenset(shapes)

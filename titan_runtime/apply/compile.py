@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titan_planner.ir.plan import Plan
 from titan_runtime.errors import RunError
+from titan_runtime.modules.moe import MixtureOfExperts
 
 
 def apply_compile(module: nn.Module, plan: Plan) -> None:
@@ -20,7 +21,17 @@ def apply_compile(module: nn.Module, plan: Plan) -> None:
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
     for block in module.get_submodule("layers").children():
-        block.compile(backend=plan.compile.backend, fullgraph=True)
+        for part in _compilable(block):
+            part.compile(backend=plan.compile.backend, fullgraph=True)
+
+
+def _compilable(block: nn.Module) -> list[nn.Module]:
+    """The block, or where it has a mixture of experts the parts around the routing, whose shapes depend on the data."""
+    inner = [part for part in block.children() if isinstance(part, MixtureOfExperts)]
+    if not inner:
+        return [block]
+    shared = [part.shared_experts for part in inner if part.shared_experts is not None]
+    return [part for part in block.children() if part not in inner] + shared
 
 
 def compiled_loss(loss: Callable[[Tensor, Tensor], Tensor], plan: Plan) -> Callable[[Tensor, Tensor], Tensor]:

@@ -7,6 +7,7 @@ tensor of another type, which FSDP asks for what to send; `high_precision` sees 
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -165,14 +166,18 @@ def _convert_float8(module: nn.Module, wanted: frozenset[str], config: Float8Lin
     return converted_linears(module)
 
 
+@functools.cache
 def _float8_output() -> type[Any]:
     from torchao.float8.float8_linear import Float8Linear
 
-    class Float8OutputProjection(Float8Linear):  # type: ignore[misc]
+    class Float8OutputProjection(OutputProjection, Float8Linear):  # type: ignore[misc]
         """The output projection, multiplying in Float8."""
 
-        forward = OutputProjection.forward
-        project = Float8Linear.forward
+        def __init__(self, *sizes: int, **options: Any) -> None:
+            Float8Linear.__init__(self, *sizes, **options)
+
+        def logits(self, x: Tensor) -> Tensor:
+            return Float8Linear.forward(self, x)
 
     return Float8OutputProjection
 
@@ -180,20 +185,24 @@ def _float8_output() -> type[Any]:
 class Mxfp8Linear(nn.Linear):
     """A linear without bias whose three products run in MXFP8, 32 elements a scale."""
 
-    def project(self, x: Tensor) -> Tensor:
+    kernels: Any
+
+    def forward(self, x: Tensor) -> Tensor:
         """x W^T."""
         from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
 
         return _to_mxfp8_then_scaled_mm(x, self.weight, self.kernels, ScaleCalculationMode.RCEIL)
 
-    forward = project
 
-
-class Mxfp8OutputProjection(Mxfp8Linear):
+class Mxfp8OutputProjection(OutputProjection, Mxfp8Linear):
     """The output projection, multiplying in MXFP8."""
 
-    forward = OutputProjection.forward  # type: ignore[assignment]
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias=bias)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return Mxfp8Linear.forward(self, x)
 
 
 def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str = "AUTO") -> frozenset[str]:
@@ -208,7 +217,7 @@ def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str = "AU
             kind = Mxfp8OutputProjection if fqn == "output" else Mxfp8Linear
             made = kind(part.in_features, part.out_features, bias=False)
         made.weight = part.weight
-        made.kernels = KernelPreference[kernels]  # type: ignore[assignment]
+        made.kernels = KernelPreference[kernels]
         parent, _, name = fqn.rpartition(".")
         setattr(module.get_submodule(parent), name, made)
     return converted_linears(module)

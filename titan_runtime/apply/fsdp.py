@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -9,8 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+# Not public yet, but what torch documents for experts: parameters of one unit over meshes of their own.
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
 from titan_planner.ir.fqn import select
-from titan_planner.ir.inventory import module_names
+from titan_planner.ir.inventory import fsdp_dim, module_names, parameters
 from titan_planner.ir.parallel import Fsdp, FsdpUnit
 from titan_planner.ir.plan import Plan
 from titan_runtime.errors import RunError
@@ -18,11 +23,12 @@ from titan_runtime.errors import RunError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
     """Shard `module` in place over `mesh` (1-D, or 2-D for HSDP) in the plan's units; what is in none is the root's.
 
     Gradients come out as plain sums over ranks and accumulation steps: the loss is already divided by the number of
-    valid tokens of the whole step.
+    valid tokens of the whole step. With expert parallelism experts are sharded over `experts`, the ranks that hold the
+    same ones. Their gradients are whole sums too: each expert has seen the tokens of all ep ranks.
     """
     fsdp = plan.fsdp
     precision = MixedPrecisionPolicy(
@@ -33,8 +39,15 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     )
     # Gradients, moments and the update live with the shards in host memory; a unit's weights visit the GPU when gathered.
     offload = CPUOffloadPolicy() if fsdp.cpu_offload else OffloadPolicy()
-    units = resolve_units(fsdp, module_names(plan.model))
-    if plan.model.tied:
+    placement = _placements(module, plan, experts)
+    here = {name for name, _ in module.named_modules()}
+    units = [
+        (present, unit)
+        for members, unit in resolve_units(fsdp, module_names(plan.model))
+        # A pipeline stage lacks the modules of other stages.
+        if (present := tuple(fqn for fqn in members if fqn in here))
+    ]
+    if plan.model.tied and {"tok_embeddings", "output"} <= here:
         _require_together(units, "tok_embeddings", "output")
     handles: list[FSDPModule] = []
     for members, unit in units:
@@ -45,12 +58,37 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             mp_policy=precision,
             reshard_after_forward=unit.reshard_after_forward,
             offload_policy=offload,
+            shard_placement_fn=placement,
         )
         handles.append(cast(FSDPModule, modules[0]))
     # The root's own parameters are needed again as soon as backward starts; torch keeps them gathered by default.
-    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, shard_placement_fn=placement)
     sum_gradients(module)
     _prefetch(handles, fsdp)
+
+
+def _placements(
+    module: nn.Module, plan: Plan, experts: DeviceMesh | None
+) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None]:
+    """Where each parameter goes when that is not dim 0 over the ranks of its unit.
+
+    Experts of a block's unit are gathered and reduced with it, but over ranks of their own. (As a unit of their own
+    inside of the block they would do that within a checkpointed region, which breaks selective checkpointing.)
+    """
+    own = None if experts is None else _mesh_info(experts)  # one object for all: torch tells ranks apart by it
+    inventory = {parameter.fqn: parameter for parameter in parameters(plan.model)}
+    found: dict[nn.Parameter, Shard | ShardPlacementResult] = {}
+    for fqn, parameter in module.named_parameters():
+        if fqn in inventory and inventory[fqn].is_expert:
+            dim = Shard(fsdp_dim(inventory[fqn], plan.mesh))
+            found[parameter] = dim if own is None else ShardPlacementResult(placement=dim, mesh_info=own)
+    return found.get
+
+
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def sum_gradients(module: nn.Module) -> None:

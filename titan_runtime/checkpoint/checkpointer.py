@@ -19,7 +19,14 @@ from titan_runtime.checkpoint.compatibility import PLAN_FILE, require_compatible
 from titan_runtime.checkpoint.folder import CheckpointFolder, write_file
 from titan_runtime.checkpoint.record import Progress, Record, read_record
 from titan_runtime.checkpoint.storage import read_metadata, read_tensors, write_tensors
-from titan_runtime.checkpoint.tensors import cast, model_tensors, optimizer_tensors, restore_rng, rng_tensors
+from titan_runtime.checkpoint.tensors import (
+    cast,
+    model_tensors,
+    optimizer_tensors,
+    restore_rng,
+    rng_tensors,
+    saved_buffers,
+)
 from titan_runtime.data import DataLoader
 from titan_runtime.errors import RunError
 
@@ -88,7 +95,8 @@ class Checkpointer:
         model_only = last and self.job.last_save_model_only
         tensors = model_tensors(self._module)
         if model_only:
-            tensors = cast(tensors, EXPORT_DTYPES[self.job.export_dtype])
+            # The experts' bias stays float32: its steps are too small for a smaller type.
+            tensors = cast(tensors, EXPORT_DTYPES[self.job.export_dtype]) | saved_buffers(self._module)
         else:
             tensors |= optimizer_tensors(self._module, self._optimizer)
             tensors |= rng_tensors(self._rank, self._device)

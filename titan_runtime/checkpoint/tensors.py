@@ -18,8 +18,21 @@ RNG = "rng."
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The live parameters of this rank's shard; loading into them changes the model."""
-    return {fqn: high_precision(parameter.detach()) for fqn, parameter in module.named_parameters()}
+    """The live parameters of this rank's shard and the buffers that are saved; loading into them changes the model."""
+    return {
+        **{fqn: high_precision(parameter.detach()) for fqn, parameter in module.named_parameters()},
+        **saved_buffers(module),
+    }
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """State of the model that is not trained and equal on all ranks, such as the experts' bias."""
+    return {
+        f"{fqn}.{name}" if fqn else name: buffer
+        for fqn, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -29,12 +30,17 @@ class StepLog:
         grad_norm: float,
         lr: float,
         tokens_seen: int,
-        validation_loss: float | None = None,
+        more: Mapping[str, float] | None = None,
     ) -> None:
-        """Add the line of one step. Floats are written with as many digits as tell them apart from any other."""
-        line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
-        if validation_loss is not None:
-            line["validation_loss"] = validation_loss
+        """Add the line of one step, with `more` numbers. Floats have as many digits as tell them apart from any other."""
+        line = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens_seen": tokens_seen,
+            **(more or {}),
+        }
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
 

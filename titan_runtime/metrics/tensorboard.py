@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,11 +42,13 @@ class ScalarWriter:
         tokens_seen: int,
         measured: Measurement,
         predicted: dict[str, float],
+        more: Mapping[str, float] | None = None,
     ) -> None:
-        """Add the points of one log line."""
+        """Add the points of one log line, with `more` numbers of the training itself."""
         if self._writer is None:
             return
-        for name, value in {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}.items():
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen, **(more or {})}
+        for name, value in values.items():
             self._writer.add_scalar(f"training/{name}", value, step)
         for name, value in asdict(measured).items():
             if value is not None:

@@ -9,9 +9,10 @@ from typing import assert_never
 import torch
 from torch import nn
 
-from titan_planner.ir.model import Attention, FeedForward, Gqa, Model, Rope, SwiGlu
+from titan_planner.ir.model import Attention, FeedForward, Gqa, Model, Moe, Rope, SwiGlu
 from titan_runtime.modules.block import TransformerBlock
 from titan_runtime.modules.gqa import GroupedQueryAttention
+from titan_runtime.modules.moe import MixtureOfExperts
 from titan_runtime.modules.rope import RotaryTable
 from titan_runtime.modules.swiglu import SwiGLU
 from titan_runtime.modules.transformer import Transformer
@@ -59,6 +60,8 @@ def _feed_forward(dim: int, feed_forward: FeedForward) -> nn.Module:
     match feed_forward:
         case SwiGlu():
             return SwiGLU(dim, feed_forward.hidden_dim)
+        case Moe():
+            return MixtureOfExperts(dim, feed_forward)
         case _:
             assert_never(feed_forward)
 

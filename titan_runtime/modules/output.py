@@ -27,10 +27,10 @@ class OutputProjection(nn.Linear):
         vocabulary.
         """
         if labels is None or loss is None:
-            return self.project(x)
+            return self.logits(x)
 
         def part(hidden: Tensor, wanted: Tensor) -> Tensor:
-            return loss(self.project(hidden), wanted)
+            return loss(self.logits(hidden), wanted)
 
         # All in one call of this module: hooks around it (FSDP's, which gather the weight) must run once, not once a
         # chunk.
@@ -41,6 +41,6 @@ class OutputProjection(nn.Linear):
             total = total + more
         return total
 
-    def project(self, x: Tensor) -> Tensor:
-        """The product alone, which a plan may want in Float8."""
+    def logits(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] -> [batch, sequence, vocab]."""
         return linear(x, self.weight)

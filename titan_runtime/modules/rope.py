@@ -54,15 +54,22 @@ class RotaryTable(nn.Module):
         self.rope = rope
         self.head_dim = head_dim
         self.length = length
+        self.positions: Tensor | None = None
         self.register_buffer("table", torch.empty(length, head_dim // 2, 2, dtype=torch.float32), persistent=False)
         self.table: Tensor
 
+    def keep(self, positions: Tensor) -> None:
+        """Hold the rows of `positions` only, in that order: this rank's part of a sequence. Comes before `reset`."""
+        self.positions = positions
+        self.table = self.table.new_empty(len(positions), *self.table.shape[1:])
+
     def reset(self) -> None:
         """Fill the table. Modules are built on the meta device, and `to_empty` leaves whatever was in memory."""
-        self.table.copy_(rotary_table(self.rope, self.head_dim, self.length))
+        whole = rotary_table(self.rope, self.head_dim, self.length)
+        self.table.copy_(whole if self.positions is None else whole[self.positions])
 
     def forward(self) -> Tensor:
-        """The table, float32 [length, head_dim / 2, 2]."""
+        """The table, float32 [positions, head_dim / 2, 2]."""
         return self.table
 
     def extra_repr(self) -> str:

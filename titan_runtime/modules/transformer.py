@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from titan_runtime.modules.rope import RotaryTable
 
 class Transformer(nn.Module):
     """Token ids to logits.
+
+    A pipeline stage holds some of the modules only: those it lacks are None, and its input is then not tokens but the
+    stage before's output.
 
     `layers` is keyed by the layer's number, so that a layer keeps its FQN when a pipeline stage holds only some of
     them. Blocks with the same rotary embedding read one table; `table_of[n]` says which one layer n reads.
@@ -41,8 +45,14 @@ class Transformer(nn.Module):
         self._tie()
 
     def _tie(self) -> None:
-        if self.tied:
+        if self.tied and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As any module's. A last stage's copy of a tied weight goes by the weight's one name, the embedding's."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            alone = self.tied and self.tok_embeddings is None and name == "output.weight"
+            yield ("tok_embeddings.weight" if alone else name), parameter
 
     def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Transformer:
         """As any module's, but a tied output stays tied: torch gives each of its two names memory of its own."""
@@ -55,10 +65,14 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """int64 [batch, sequence] -> logits [batch, sequence, vocab] in the dtype that the weights compute in.
 
+        On a later stage the input, and on an earlier one the output, is the residual stream [batch, sequence, dim].
+
         With `labels` (as `tokens`) and `loss`, the loss instead, taken in `chunks` parts of the sequence.
         """
         tables = [rotary() for rotary in self.rotary]
-        x = self.tok_embeddings(tokens)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for number, block in self.layers.items():
             x = block(x, tables[self.table_of[int(number)]])
-        return self.output(self.norm(x), labels, loss, chunks)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.output is None else self.output(x, labels, loss, chunks)

@@ -1,0 +1,172 @@
+"""The rows of the parity suite: what each plan pins, and on how many ranks it runs.
+
+Every plan comes from `titan-plan compile` of a spec with the pins below; all train the same model on the same samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SPEC: dict[str, Any] = {
+    "spec_version": 1,
+    "name": "parity",
+    "model": {
+        "family": "llama3",
+        "flavor": "debug",
+        "overrides": {"dim": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 128},
+    },
+    "cluster": {"gpu": "cpu", "nodes": 1},
+    # Norms lie between 0.5 and 2, so every step clips.
+    "training": {"steps": 10, "seq_len": 32, "global_batch_size": 8, "max_norm": 0.3, "seed": 11},
+    "optimizer": {"name": "AdamW", "lr": 3e-3},
+    "lr_scheduler": {"warmup_steps": 3, "decay_ratio": 0.3},
+    "data": {"source": "text", "path": "data/sample", "tokenizer": "data/tokenizer.json"},
+    "activation_checkpoint": {"mode": "none"},
+}
+
+DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of the suite. `degrees` are pinned (others are 1); `sections` are laid over the spec."""
+
+    name: str
+    degrees: dict[str, int]
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    masked: bool = False
+    """Ignore labels unevenly over samples, so that ranks have different numbers of valid tokens."""
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        product = 1
+        for degree in self.degrees.values():
+            product *= degree
+        return product
+
+    def spec(self) -> dict[str, Any]:
+        """The spec to compile."""
+        spec = {name: dict(value) if isinstance(value, dict) else value for name, value in SPEC.items()}
+        spec["cluster"] = {**spec["cluster"], "gpus_per_node": self.ranks}
+        pins = {DEGREES[axis]: self.degrees.get(axis, 1) for axis in DEGREES}
+        spec["parallelism"] = {**pins, **self.parallelism}
+        for name, section in self.sections.items():
+            spec[name] = {**spec.get(name, {}), **section}
+        return spec
+
+
+def pipeline(name: str, pp: int, schedule: str, local: int = 8, **more: Any) -> Row:
+    """A pipeline of one sequence a microbatch."""
+    degrees = {"pp": pp, **more.pop("degrees", {})}
+    parallelism = {"pipeline_parallel_schedule": schedule, **more.pop("parallelism", {})}
+    sections = {"training": {"local_batch_size": local}, **more.pop("sections", {})}
+    return Row(name, degrees, parallelism, sections, **more)
+
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+# 1F1B by hand: two stages, four microbatches of two sequences.
+ACTIONS = ["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"]
+
+UNEVEN = [
+    ["tok_embeddings", "layers.0"],
+    ["layers.1-7", "norm", "output"],
+]
+
+
+def context(method: str, balance: str = "headtail") -> dict[str, str]:
+    """Pins of a context-parallel row."""
+    return {"context_parallel_method": method, "context_parallel_load_balancer": balance}
+
+
+MOE: dict[str, Any] = {"family": "debug_moe", "flavor": "debugmodel", "overrides": {}}
+
+
+def experts(name: str, degrees: dict[str, int], ep: int = 1, **sections: Any) -> Row:
+    """A model with experts, `ep` ranks sharing them."""
+    return Row(name, degrees, {"expert_parallel_degree": ep}, {"model": MOE, **sections})
+
+
+ROWS: tuple[Row, ...] = (
+    Row("one rank", {"dp_shard": 1}, sections={"training": {"local_batch_size": 2}}),
+    Row("dp 2", {"dp_shard": 2}),
+    Row("dp 4", {"dp_shard": 4}),
+    Row("hsdp 2x2", {"dp_replicate": 2, "dp_shard": 2}),
+    Row("dp 2, accumulation 4", {"dp_shard": 2}, sections={"training": {"local_batch_size": 1}}),
+    Row("dp 2, ignored labels unequal", {"dp_shard": 2}, masked=True),
+    *(pipeline(f"pp 2 {schedule}", 2, schedule) for schedule in SCHEDULES),
+    *(pipeline(f"pp 4 {schedule}", 4, schedule) for schedule in SCHEDULES),
+    pipeline("pp 2 uneven stages", 2, "1F1B", parallelism={"module_fqns_per_model_part": UNEVEN}),
+    pipeline(
+        "pp 2 actions of the plan", 2, "1F1B",
+        parallelism={"pipeline_parallel_schedule_actions": ACTIONS, "pipeline_parallel_microbatch_size": 2},
+    ),
+    pipeline("pp 2, accumulation 2", 2, "1F1B", local=4),
+    pipeline("pp 2, accumulation 4, gradients reduced once", 2, "1F1B", local=2,
+             parallelism={"defer_gradient_sync": True}),
+    pipeline("pp 2, ignored labels unequal", 2, "1F1B", masked=True),
+    pipeline("pp 2, tied weights", 2, "1F1B", sections={"model": {
+        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}}),
+    pipeline("pp 2 x dp 2 1F1B", 2, "1F1B", local=4, degrees={"dp_shard": 2}),
+    pipeline("pp 2 x dp 2 Interleaved1F1B, reshard always", 2, "Interleaved1F1B", local=4, degrees={"dp_shard": 2},
+             parallelism={"fsdp_reshard_after_forward": "always"}),
+    pipeline("pp 2 x dp 2 ZBVZeroBubble", 2, "ZBVZeroBubble", local=4, degrees={"dp_shard": 2}),
+    pipeline("pp 2 x dp 2 DualPipeV", 2, "DualPipeV", local=4, degrees={"dp_shard": 2}),
+    pipeline("pp 2 x dp 2 InterleavedZeroBubble", 2, "InterleavedZeroBubble", local=4, degrees={"dp_shard": 2}),
+    pipeline("pp 2 x hsdp 2x2", 2, "1F1B", local=2, degrees={"dp_replicate": 2, "dp_shard": 2}),
+    *(Row(f"cp 2 {method}", {"cp": 2}, context(method)) for method in ("allgather", "ring", "alltoall")),
+    Row("cp 2 ring, not balanced", {"cp": 2}, context("ring", "none")),
+    *(Row(f"cp 4 {method}", {"cp": 4}, context(method)) for method in ("allgather", "ring")),
+    Row("cp 4 alltoall, 4 KV heads", {"cp": 4}, context("alltoall"), {"model": {
+        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "num_kv_heads": 4}}}),
+    Row("cp 2 x dp 2, ignored labels unequal", {"cp": 2, "dp_shard": 2}, masked=True),
+    Row("cp 2 x hsdp 2x2", {"cp": 2, "dp_shard": 2, "dp_replicate": 2}),
+    pipeline("pp 2 x cp 2 x dp 2", 2, "1F1B", local=4, degrees={"cp": 2, "dp_shard": 2}),
+    pipeline("pp 2 Interleaved1F1B x cp 2", 2, "Interleaved1F1B", degrees={"cp": 2}, parallelism=context("ring")),
+    Row("tp 2", {"tp": 2}),
+    Row("tp 4, each of 2 KV heads on 2 ranks", {"tp": 4}),
+    Row("tp 2, no sequence parallel", {"tp": 2}, {"enable_sequence_parallel": False}),
+    Row("tp 2, no loss parallel", {"tp": 2}, {"disable_loss_parallel": True}),
+    Row("tp 2, ignored labels unequal", {"tp": 2}, masked=True),
+    Row("tp 2, tied weights", {"tp": 2}, sections={"model": {
+        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}}),
+    Row("tp 2, checkpointing selective", {"tp": 2}, sections={"activation_checkpoint": {"mode": "selective"}}),
+    Row("tp 2 x dp 2", {"tp": 2, "dp_shard": 2}),
+    Row("tp 2 x dp 2, accumulation 4", {"tp": 2, "dp_shard": 2}, sections={"training": {"local_batch_size": 1}}),
+    Row("tp 2 x hsdp 2x2", {"tp": 2, "dp_shard": 2, "dp_replicate": 2}),
+    Row("cp 2 x tp 2", {"cp": 2, "tp": 2}),
+    Row("cp 2 ring x tp 2 x dp 2", {"cp": 2, "tp": 2, "dp_shard": 2}, context("ring")),
+    pipeline("pp 2 x tp 2", 2, "1F1B", degrees={"tp": 2}),
+    pipeline("pp 2 x tp 2, tied weights", 2, "1F1B", degrees={"tp": 2}, sections={"model": {
+        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}}),
+    pipeline("pp 2 x dp 2 x tp 2", 2, "1F1B", local=4, degrees={"dp_shard": 2, "tp": 2}),
+    pipeline("pp 2 ZBVZeroBubble x dp 2 x tp 2", 2, "ZBVZeroBubble", local=4, degrees={"dp_shard": 2, "tp": 2}),
+    pipeline("pp 2 x cp 2 x tp 2", 2, "Interleaved1F1B", degrees={"cp": 2, "tp": 2}),
+    experts("experts, dp 2", {"dp_shard": 2}),
+    experts("experts, ep 2", {"dp_shard": 2}, 2),
+    experts("experts, ep 4", {"dp_shard": 4}, 4),
+    experts("experts, ep 2 x efsdp 2", {"dp_shard": 4}, 2),
+    experts("experts, hsdp 2x2 with ep 2", {"dp_replicate": 2, "dp_shard": 2}, 2),
+    experts("experts, cp 2 x dp 2 with ep 2", {"cp": 2, "dp_shard": 2}, 2),
+    experts("experts, cp 2 with ep 2", {"cp": 2}, 2),
+    experts("experts, ep 2, checkpointing full", {"dp_shard": 2}, 2, activation_checkpoint={"mode": "full"}),
+    experts("experts, ep 2, accumulation 4", {"dp_shard": 2}, 2, training={"local_batch_size": 1}),
+    pipeline("experts, pp 2 (a stage's first layer dense)", 2, "1F1B", sections={"model": MOE}),
+    pipeline("experts, pp 2 x dp 2 with ep 2", 2, "1F1B", local=4, degrees={"dp_shard": 2},
+             parallelism={"expert_parallel_degree": 2}, sections={"model": MOE}),
+    pipeline("experts, a stage without any", 2, "1F1B", sections={"model": MOE}, parallelism={
+        "module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["layers.1-5", "norm", "output"]]}),
+    pipeline("pp 2, checkpointing full", 2, "1F1B", sections={"activation_checkpoint": {"mode": "full"}}),
+    pipeline("pp 2, checkpointing selective", 2, "1F1B", sections={"activation_checkpoint": {"mode": "selective"}}),
+    pipeline("pp 2 ZBVZeroBubble, checkpointing full", 2, "ZBVZeroBubble",
+             sections={"activation_checkpoint": {"mode": "full"}}),
+)  # fmt: skip

@@ -1,0 +1,167 @@
+"""Run a row of the parity suite on its ranks, and the same training in one plain process."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from tests.harness import Rank
+from tests.parity.rows import Row
+from titan_planner.compiler import compile_spec
+from titan_planner.ir.plan import Plan
+from titan_planner.spec import load_spec
+from titan_runtime.apply import build_model
+from titan_runtime.apply.compile import compiled_loss
+from titan_runtime.apply.context import shard_sequences
+from titan_runtime.data import DataLoader, open_stream
+from titan_runtime.init import initialise
+from titan_runtime.loss import loss_function
+from titan_runtime.lr_schedule import lr_factor
+from titan_runtime.mesh import build_mesh, data_group, data_rank
+from titan_runtime.modules import build
+from titan_runtime.modules.moe import MixtureOfExperts
+from titan_runtime.optimizer import build_optimizer
+from titan_runtime.step import train_step
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 10
+
+
+@dataclass
+class Curve:
+    """Losses and gradient norms of every step, and the final weights (whole, by FQN) that this rank knows."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def compile_row(row: Row) -> Plan:
+    """The row's plan, as `titan-plan compile` makes it, with data paths that work from any folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "spec.yaml"
+        path.write_text(yaml.safe_dump(row.spec()))
+        plan = compile_spec(load_spec(path))
+    data = replace(plan.data, path=str(ROOT / "data/sample"), tokenizer=str(ROOT / "data/tokenizer.json"))
+    return replace(plan, data=data)
+
+
+def _loader(plan: Plan, dp_rank: int, dp_degree: int, local: int) -> DataLoader:
+    assert plan.data.path is not None
+    assert plan.data.tokenizer is not None
+    stream = open_stream("text", plan.data.path, plan.data.tokenizer, plan.batch.seq_len)
+    return DataLoader(
+        stream,
+        global_batch_size=plan.batch.global_batch_size,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        local_batch_size=local,
+        prefetch=0,
+    )
+
+
+def _masked(labels: Tensor, first_sample: int) -> Tensor:
+    """Sample number n of the global batch keeps its first 4 n + 1 labels."""
+    labels = labels.clone()
+    for row in range(len(labels)):
+        labels[row, 4 * (first_sample + row) + 1 :] = -100
+    return labels
+
+
+def reference(plan: Plan, masked: bool) -> Curve:
+    """One process, one forward a step, no FSDP, torch's own AdamW, clipping by hand."""
+    module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
+    initialise(module, plan.model, plan.seeds.seed)
+    values = plan.optimizer
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        lr=values.lr,
+        betas=(values.beta1, values.beta2),
+        eps=values.eps,
+        weight_decay=values.weight_decay,
+    )
+    curve = Curve([], [], {})
+    whole = plan.batch.global_batch_size
+    for step, [(tokens, labels)] in zip(range(STEPS), _loader(plan, 0, 1, whole), strict=False):
+        labels = _masked(labels, 0) if masked else labels
+        loss = cross_entropy(module(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in module.parameters() if p.grad is not None))
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= min(1.0, values.max_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = values.lr * lr_factor(plan.lr_schedule, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        _balance_experts(module)
+        curve.losses.append(loss.item())
+        curve.norms.append(norm)
+    curve.weights = {fqn: parameter.detach() for fqn, parameter in module.named_parameters()}
+    return curve
+
+
+@torch.no_grad()
+def _balance_experts(module: nn.Module) -> None:
+    """The bias of every mixture one step towards even loads, by hand."""
+    for part in module.modules():
+        if isinstance(part, MixtureOfExperts) and part.moe.load_balance_coeff is not None:
+            assert part.expert_bias is not None
+            load = part.tokens_per_expert.double()
+            step = part.moe.load_balance_coeff * torch.sign(load.mean() - load)
+            part.expert_bias += (step - step.mean()).float()
+            part.tokens_per_expert.zero_()
+
+
+def run_rows(rank: Rank, plans: list[tuple[Plan, bool]]) -> list[Curve | str]:
+    """Several plans of one world size one after the other, on this rank. A plan's error is its result."""
+    return [run_row(rank, plan, masked) for plan, masked in plans]
+
+
+def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
+    """The runtime's own parts on one of several ranks."""
+    device = torch.device("cpu")
+    world = build_mesh(plan.mesh, "cpu")
+    group = data_group(world)
+    module: nn.Module = build_model(plan, world, device)
+    optimizer = build_optimizer(module, plan.optimizer)
+    loss = compiled_loss(loss_function(plan, world), plan)
+    share = data_rank(plan.mesh, rank.index)
+    local, accumulation = plan.batch.local_batch_size, plan.batch.accumulation_steps
+    curve = Curve([], [], {})
+    for step, batch in zip(range(STEPS), _loader(plan, share, plan.mesh.dp, local), strict=False):
+        if masked:
+            batch = [
+                (tokens, _masked(labels, (share * accumulation + number) * local))
+                for number, (tokens, labels) in enumerate(batch)
+            ]
+        batch = shard_sequences(batch, plan, rank.index)
+        result = train_step(
+            plan, module, optimizer, loss, batch, step=step + 1, schedule_step=step, device=device, group=group
+        )
+        curve.losses.append(result.loss)
+        curve.norms.append(result.grad_norm)
+    for fqn, parameter in module.named_parameters():
+        tensor = parameter.detach()
+        curve.weights[fqn] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return curve
+
+
+def worst(found: list[float], wanted: list[float]) -> float:
+    """Largest relative difference."""
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, wanted, strict=True))
+
+
+def key_of_reference(row: Row) -> str:
+    """Rows with equal keys have the same reference: only the model and the mask matter to one process."""
+    spec = row.spec()
+    return json.dumps([spec["model"], row.masked], sort_keys=True)

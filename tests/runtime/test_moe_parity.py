@@ -1,0 +1,250 @@
+"""However a model with experts is split, it has the losses, gradient norms, weights and biases of one plain process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from tests import plans
+from tests.harness import Rank, run_ranks
+from tests.runtime.test_parity import STEPS, checkpointed, open_loader, parity_plan
+from titan_planner.ir.inventory import fsdp_dim, parameters
+from titan_planner.ir.parallel import FsdpUnit, Mesh
+from titan_planner.ir.plan import Plan
+from titan_planner.ir.verify import verify
+from titan_planner.passes.select_checkpointing import SAVE_OPS
+from titan_runtime.init import initialise
+from titan_runtime.lr_schedule import lr_factor
+from titan_runtime.modules import build
+
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Curve:
+    """What a run did: losses, norms, imbalances of the layers, final weights and biases."""
+
+    losses: list[float]
+    norms: list[float]
+    imbalances: list[dict[str, float]]
+    weights: dict[str, Tensor]
+
+
+def moe_plan(grid: Mesh | None = None, **sections: object) -> Plan:
+    return parity_plan(grid, **{"model": plans.tiny_moe_model(), **sections})
+
+
+def lean_on(module: torch.nn.Module, leaning: float) -> None:
+    """Add to the bias of each layer's first two experts, so that tokens prefer them."""
+    for name, buffer in module.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer[:2] += leaning
+
+
+def reference(plan: Plan, leaning: float = 0.0) -> Curve:
+    """One process and one forward a step, with clipping and the bias' steps written out."""
+    module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
+    initialise(module, plan.model, plan.seeds.seed)
+    lean_on(module, leaning)
+    values = plan.optimizer
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=values.lr, betas=(values.beta1, values.beta2), eps=values.eps, weight_decay=0.1
+    )
+    whole = replace(plan, mesh=plans.mesh(1), batch=replace(plan.batch, local_batch_size=plan.batch.global_batch_size))
+    layers = {fqn: part for fqn, part in module.named_modules() if fqn.endswith(".moe")}
+    curve = Curve([], [], [], {})
+    for step, [(tokens, labels)] in zip(range(STEPS), open_loader(whole, 0), strict=False):
+        loss = cross_entropy(module(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norm = torch.stack([p.grad.double().square().sum() for p in module.parameters()]).sum().sqrt()
+        for parameter in module.parameters():
+            parameter.grad *= min(1.0, values.max_norm / norm.item())
+        for group in optimizer.param_groups:
+            group["lr"] = values.lr * lr_factor(plan.lr_schedule, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        imbalance = {}
+        for fqn, part in layers.items():
+            load = part.tokens_per_expert.clone()
+            part.tokens_per_expert.zero_()
+            assert load.sum() == tokens.numel() * part.moe.top_k
+            mean = load.sum().item() / len(load)
+            imbalance[fqn.split(".")[1]] = load.max().item() / mean
+            if part.expert_bias is not None:
+                signs = [(count < mean) - (count > mean) for count in load.tolist()]
+                part.expert_bias += part.moe.load_balance_coeff * torch.tensor(
+                    [sign - sum(signs) / len(signs) for sign in signs]
+                )
+        curve.losses.append(loss.item())
+        curve.norms.append(norm.item())
+        curve.imbalances.append(imbalance)
+    curve.weights = {fqn: tensor.detach() for fqn, tensor in module.state_dict().items()}
+    return curve
+
+
+def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
+    """The runtime's own parts, on one of several ranks."""
+    from titan_runtime.apply import build_model
+    from titan_runtime.checkpoint.tensors import model_tensors
+    from titan_runtime.loss import cross_entropy_sum
+    from titan_runtime.mesh import build_mesh, data_group, data_rank
+    from titan_runtime.optimizer import build_optimizer
+    from titan_runtime.step import train_step
+
+    device = torch.device("cpu")
+    world = build_mesh(plan.mesh, "cpu")
+    group = data_group(world)
+    module = build_model(plan, world, device)
+    lean_on(module, leaning)
+    optimizer = build_optimizer(module, plan.optimizer)
+    curve = Curve([], [], [], {})
+    share = data_rank(plan.mesh, rank.index)
+    for step, batch in zip(range(STEPS), open_loader(plan, share), strict=False):
+        result = train_step(
+            plan,
+            module,
+            optimizer,
+            cross_entropy_sum,
+            batch,
+            step=step + 1,
+            schedule_step=step,
+            device=device,
+            group=group,
+        )
+        curve.losses.append(result.loss)
+        curve.norms.append(result.grad_norm)
+        assert result.experts is not None
+        assert result.experts.dropped == 0
+        curve.imbalances.append(result.experts.imbalance)
+    for fqn, tensor in model_tensors(module).items():
+        curve.weights[fqn] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return curve
+
+
+def check(plan: Plan, expected: Curve, leaning: float = 0.0) -> dict[str, float]:
+    """Assert that the ranks of `plan` do what one process does; the largest differences seen."""
+    assert verify(replace(plan, data=plans.tiny_plan().data)) == ()
+    curves = run_ranks(run, plan.mesh.world_size, plan, leaning)
+    for curve in curves:
+        assert curve.losses == curves[0].losses
+        assert curve.norms == curves[0].norms
+        assert all(torch.equal(curve.weights[fqn], weight) for fqn, weight in curves[0].weights.items())
+    got = curves[0]
+    assert got.weights.keys() == expected.weights.keys()
+    worst = {
+        "loss": max(abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True)),
+        "norm": max(abs(a / b - 1) for a, b in zip(got.norms, expected.norms, strict=True)),
+        "weight": max((got.weights[fqn] - weight).abs().max().item() for fqn, weight in expected.weights.items()),
+    }
+    assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert got.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+    for a, b in zip(got.imbalances, expected.imbalances, strict=True):
+        assert a == pytest.approx(b)
+    for fqn, weight in got.weights.items():
+        torch.testing.assert_close(weight, expected.weights[fqn], rtol=TOLERANCE, atol=TOLERANCE, msg=fqn)
+    return worst
+
+
+@pytest.fixture(scope="module")
+def expected() -> Curve:
+    return reference(moe_plan())
+
+
+def test_the_reference_learns_clips_and_moves_its_bias(expected: Curve) -> None:
+    assert expected.losses[-1] < expected.losses[0] - 0.3
+    assert min(expected.norms) > 0.3
+    bias = expected.weights["layers.1.moe.expert_bias"]
+    assert bias.abs().max() > 0.002
+    assert abs(bias.sum().item()) < 1e-6
+    assert all(value > 1.05 for value in expected.imbalances[0].values())
+
+
+@pytest.mark.parametrize(
+    ("grid", "local"),
+    [
+        pytest.param(plans.mesh(1), 2, id="one-rank-accumulating-4"),
+        pytest.param(plans.mesh(2), 2, id="dp2"),
+        pytest.param(plans.mesh(4), 2, id="dp4"),
+        pytest.param(plans.mesh(2, ep=2), 2, id="ep2"),
+        pytest.param(plans.mesh(4, ep=4), 1, id="ep4"),
+        pytest.param(plans.mesh(4, ep=2), 2, id="ep2xdp2"),
+        pytest.param(plans.mesh(2, 2, ep=2), 1, id="hsdp-2x2-ep2"),
+    ],
+)
+def test_splitting_changes_nothing(grid: Mesh, local: int, expected: Curve) -> None:
+    print(check(moe_plan(grid, local=local), expected))
+
+
+def test_experts_of_a_unit_of_their_own_learn_the_same(expected: Curve) -> None:
+    plan = moe_plan(plans.mesh(4, ep=2), local=1)
+    own = FsdpUnit(modules=("layers.*.moe.experts",), reshard_after_forward=True)
+    fsdp = replace(plan.fsdp, units=(*plan.fsdp.units, own), defer_gradient_sync=True, prefetch_forward=1)
+    print(check(replace(plan, fsdp=fsdp), expected))
+
+
+def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> None:
+    plan = moe_plan(plans.mesh(1, 2), local=2)
+    print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
+
+
+def test_ranks_whose_experts_nobody_chooses_take_part() -> None:
+    plan = moe_plan(plans.mesh(4, ep=2), local=2)
+    skewed = reference(plan, leaning=5.0)
+    assert skewed.imbalances[-1] == {"1": 4.0, "2": 4.0}
+    print(check(plan, skewed, leaning=5.0))
+
+
+def test_stacks_of_few_experts_are_sharded_inside_of_them() -> None:
+    """With two experts on four ranks that are two expert ranks, FSDP cuts each expert's matrices instead."""
+    layer = {
+        "num_experts": 2,
+        "top_k": 1,
+        "route_norm": False,
+        "score_function": "softmax",
+        "score_before_experts": True,
+    }
+    plan = moe_plan(plans.mesh(4, ep=2), local=2, model=plans.tiny_moe_model(**layer, num_shared_experts=0))
+    assert {fsdp_dim(p, plan.mesh) for p in parameters(plan.model) if p.is_expert} == {1}
+    print(check(plan, reference(plan)))
+
+
+@pytest.mark.parametrize(("mode", "sent"), [("full", 13), ("selective-alternating", 13), ("planned", 10)])
+def test_recomputation_changes_nothing(mode: str, sent: int, expected: Curve) -> None:
+    plan = checkpointed(moe_plan(plans.mesh(2, ep=2), local=2), "full" if mode == "full" else "selective-alternating")
+    if mode == "planned":  # the planner's list keeps what was exchanged
+        none, some = plan.activation_checkpoint.policies
+        policies = (none, replace(some, save_ops=SAVE_OPS))
+        plan = replace(plan, activation_checkpoint=replace(plan.activation_checkpoint, policies=policies))
+    print(check(plan, expected))
+    assert run_ranks(exchanges, 2, plan) == [sent, sent]
+
+
+def exchanges(rank: Rank, plan: Plan) -> int:
+    """All-to-alls of one step. Two layers send counts and rows, and rows back; gradients go both ways; one is checkpointed."""
+    from tests.runtime.test_apply import CountOps
+    from titan_runtime.apply import build_model
+    from titan_runtime.mesh import build_mesh
+
+    module = build_model(plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+    tokens = torch.arange(64).view(2, 32)
+    with CountOps() as count:
+        module(tokens).sum().backward()
+    return count.counts["_c10d_functional.all_to_all_single.default"]
+
+
+def test_compiling_what_is_around_the_routing_changes_nothing(expected: Curve) -> None:
+    plan = checkpointed(moe_plan(plans.mesh(2, ep=2), local=4), "full")
+    print(check(replace(plan, compile=replace(plan.compile, enable=True, backend="aot_eager")), expected))
+
+
+def test_bfloat16_computing_stays_near_float32(expected: Curve) -> None:
+    plan = moe_plan(plans.mesh(2, ep=2), local=4)
+    curve = run_ranks(run, 2, replace(plan, fsdp=replace(plan.fsdp, param_dtype="bfloat16")))[0]
+    assert curve.losses == pytest.approx(expected.losses, rel=1e-2)
+    assert curve.losses != pytest.approx(expected.losses, rel=1e-6)
+    assert all(weight.dtype is torch.float32 for weight in curve.weights.values())

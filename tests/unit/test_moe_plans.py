@@ -1,0 +1,261 @@
+"""Mixtures of experts in plans: what they hold, cost and are cut into, and what is said about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests import plans
+from titan_planner.cli import main
+from titan_planner.cost.flops import flops_per_token
+from titan_planner.cost.memory import block_activation_bytes, module_numel, sharded_numel
+from titan_planner.ir.codec import decode, encode
+from titan_planner.ir.diff import diff
+from titan_planner.ir.errors import InvariantError, SpecError
+from titan_planner.ir.inventory import (
+    buffers,
+    fsdp_dim,
+    linear_modules,
+    module_names,
+    num_active_params,
+    num_params,
+    parameters,
+)
+from titan_planner.ir.model import Block, Blocks, Gqa, Model, Moe, RmsNorm, Rope
+from titan_planner.ir.plan import Plan
+from titan_planner.ir.request import ModelOverrides
+from titan_planner.ir.validate import unknown_fields
+from titan_planner.ir.verify import verify
+from titan_planner.models import MODELS, find_model, override
+from titan_planner.render.show import show
+from titan_planner.sharding import expert_rows, local_shape, tensor_parallel_rows
+
+from .builders import MOE, compile_text
+
+DEBUG = MODELS["debug_moe"]["debugmodel"]
+PLAN = compile_text(MOE)
+
+
+def llama4_scout() -> Model:
+    """The text part of Llama 4 17B x 16E, whose counts are published."""
+    attention = Gqa(num_heads=40, num_kv_heads=8, head_dim=128, rope=Rope(theta=500000.0, scaling=None))
+    mixture = plans.moe(num_experts=16, hidden_dim=8192, top_k=1, route_norm=False, score_before_experts=True)
+    block = Block(attention=attention, feed_forward=mixture, norm=RmsNorm(eps=1e-5))
+    return replace(DEBUG, vocab_size=202048, dim=5120, blocks=(Blocks(repeat=48, block=block),))
+
+
+# ------------------------------------------------------------------ the description
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"top_k": 9}, "more than the 8 experts"),
+        ({"top_k": 1}, "the router would never learn"),
+        ({"num_groups": 4}, "go together"),
+        ({"num_limited_groups": 1}, "go together"),
+        ({"num_groups": 3, "num_limited_groups": 1}, "does not divide the 8 experts"),
+        ({"num_groups": 8, "num_limited_groups": 2}, "judged by two"),
+        ({"num_groups": 4, "num_limited_groups": 5}, "more than the 4 groups"),
+        ({"num_groups": 4, "num_limited_groups": 1, "top_k": 3}, "fewer than the `top_k` 3"),
+        ({"load_balance_coeff": 0.0}, "greater than 0"),
+        ({"num_experts": 0}, "at least 1"),
+    ],
+)
+def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(InvariantError, match=fragment):
+        plans.moe(**changes)
+
+
+def test_a_model_of_several_kinds_survives_the_codec() -> None:
+    assert decode(Model, encode(DEBUG)) == DEBUG
+    assert unknown_fields("plan", encode(PLAN)) == ()
+
+
+def test_a_field_of_another_kind_is_unknown() -> None:
+    data = encode(PLAN)
+    data["model"]["blocks"][0]["block"]["feed_forward"]["top_k"] = 2
+    assert [entry.path[-1] for entry in unknown_fields("plan", data)] == ["top_k"]
+
+
+# ------------------------------------------------------------------ counts
+
+
+def test_counts_are_those_written_out() -> None:
+    attention, norms, dense, outer = 4 * 256 * 256, 2 * 256, 3 * 768 * 256, 2 * 2048 * 256 + 256
+    expert, router, shared = 3 * 256 * 256, 8 * 256, 3 * 256 * 256
+    assert num_params(DEBUG) == outer + 6 * (attention + norms) + dense + 5 * (8 * expert + router + shared)
+    assert num_params(DEBUG) == sum(p.numel for p in parameters(DEBUG)) == 12_072_192
+    assert num_active_params(DEBUG) == num_params(DEBUG) - 5 * 6 * expert
+    assert flops_per_token(DEBUG, 128) == 6 * (num_active_params(DEBUG) - 2048 * 256) + 6 * 6 * 16 * 2 * 16 * 128
+
+
+def test_counts_are_those_published() -> None:
+    assert num_params(llama4_scout()) / 1e9 == pytest.approx(107.77, abs=0.005)
+    assert num_active_params(llama4_scout()) / 1e9 == pytest.approx(17.17, abs=0.005)
+
+
+def test_names_and_shapes() -> None:
+    shapes = {p.fqn: p.shape for p in parameters(DEBUG) if p.fqn.startswith("layers.1.moe")}
+    assert shapes == {
+        "layers.1.moe.router.gate.weight": (8, 256),
+        "layers.1.moe.experts.w1": (8, 256, 256),
+        "layers.1.moe.experts.w2": (8, 256, 256),
+        "layers.1.moe.experts.w3": (8, 256, 256),
+        "layers.1.moe.shared_experts.w1.weight": (256, 256),
+        "layers.1.moe.shared_experts.w2.weight": (256, 256),
+        "layers.1.moe.shared_experts.w3.weight": (256, 256),
+    }
+    assert [(b.fqn, b.shape) for b in buffers(DEBUG)] == [(f"layers.{i}.moe.expert_bias", (8,)) for i in range(1, 6)]
+    names = module_names(DEBUG)
+    assert "layers.1.moe.experts" in names and "layers.1.moe.experts.w1" not in names
+    assert "layers.0.feed_forward.w1" in names and "layers.1.feed_forward" not in names
+    assert not any("experts." in name and "shared" not in name for name in linear_modules(DEBUG))
+
+
+# ------------------------------------------------------------------ layouts
+
+
+def test_the_compiled_plan_spreads_the_experts() -> None:
+    assert (PLAN.mesh.dp_shard, PLAN.mesh.ep, PLAN.mesh.efsdp) == (4, 2, 2)
+    assert [(row.module, row.axis, row.weight) for row in PLAN.sharding] == [
+        (f"layers.*.moe.experts.{name}", "ep", "S(0)") for name in ("w1", "w2", "w3")
+    ]
+    assert verify(PLAN) == ()
+
+
+@pytest.mark.parametrize(
+    ("degree", "fragment"), [(3, "does not divide dp_shard x cp x tp"), (8, "does not divide dp_shard x cp x tp")]
+)
+def test_an_ep_that_does_not_fit_is_refused_at_its_place(degree: int, fragment: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        compile_text(MOE.replace("expert_parallel_degree: 2", f"expert_parallel_degree: {degree}"))
+    assert fragment in caught.value.complaints[0].message
+    assert caught.value.complaints[0].address == "parallelism.expert_parallel_degree"
+
+
+def test_ep_is_refused_where_there_are_no_experts() -> None:
+    with pytest.raises(SpecError, match="the model has no experts"):
+        compile_text(MOE.replace("debug_moe", "llama3"))
+
+
+def test_tensor_parallel_rows_name_modules_that_exist_and_every_weight() -> None:
+    for model in (DEBUG, replace(DEBUG, blocks=DEBUG.blocks[1:]), MODELS["llama3"]["debugmodel"]):
+        mesh = plans.mesh(2, tp=2, ep=2, etp=2)
+        rows = tensor_parallel_rows(model, sequence_parallel=True, loss_parallel=True) + expert_rows(model, mesh)
+        plan = replace(plans.tiny_plan(plans.mesh(2), model=model), mesh=mesh, sharding=rows)
+        broken = [c for c in verify(replace(plan, cluster=plans.cluster(4))) if c.rule == "sharding-rows"]
+        assert broken == []
+        axes = {row.module.replace("layers.*.", ""): row.axis for row in rows}
+        for parameter in parameters(model):
+            assert parameter.target.split(".", 2)[-1] in axes or parameter.target in axes, parameter.fqn
+
+
+@pytest.mark.parametrize(
+    ("degrees", "w1", "gate", "shared"),
+    [
+        ({"dp_shard": 4, "ep": 2}, (4, 256, 256), (8, 256), (256, 256)),
+        ({"dp_shard": 2, "tp": 2}, (8, 256, 256), (8, 256), (128, 256)),
+        ({"dp_shard": 2, "tp": 2, "ep": 4}, (2, 256, 256), (8, 256), (128, 256)),
+        ({"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}, (4, 128, 256), (8, 256), (128, 256)),
+    ],
+)
+def test_local_shapes(
+    degrees: dict[str, int], w1: tuple[int, ...], gate: tuple[int, ...], shared: tuple[int, ...]
+) -> None:
+    shapes = {p.fqn: local_shape(p, plans.mesh(**degrees)) for p in parameters(DEBUG)}
+    assert shapes["layers.1.moe.experts.w1"] == w1
+    assert shapes["layers.1.moe.router.gate.weight"] == gate
+    assert shapes["layers.1.moe.shared_experts.w1.weight"] == shared
+
+
+def test_experts_are_sharded_inside_where_they_are_fewer_than_ranks() -> None:
+    w1, norm = (p for p in parameters(DEBUG) if p.fqn in ("layers.1.moe.experts.w1", "layers.1.ffn_norm.weight"))
+    assert [fsdp_dim(w1, plans.mesh(ranks)) for ranks in (1, 2, 8, 16, 256)] == [0, 0, 0, 1, 1]
+    assert fsdp_dim(w1, plans.mesh(512)) == 0  # torch cuts other dims evenly only
+    assert fsdp_dim(w1, plans.mesh(16, ep=8)) == 1
+    assert fsdp_dim(norm, plans.mesh(512)) == 0
+
+
+def test_every_rank_holds_its_share_of_the_weights() -> None:
+    for plan in (PLAN, replace(PLAN, mesh=plans.mesh(4)), replace(PLAN, mesh=plans.mesh(2, 2, ep=2))):
+        held = sum(sharded_numel(plan).values()) * plan.mesh.world_size / plan.mesh.dp_replicate
+        assert held == pytest.approx(num_params(DEBUG))
+    assert module_numel(PLAN)["layers.1"] < module_numel(replace(PLAN, mesh=plans.mesh(4)))["layers.1"]
+
+
+def test_activations_grow_with_the_experts_that_a_token_meets() -> None:
+    policy = PLAN.activation_checkpoint.policies[0]
+
+    def kept(**changes: Any) -> float:
+        block = DEBUG.blocks[1].block
+        assert isinstance(block.feed_forward, Moe)
+        return block_activation_bytes(PLAN, replace(block, feed_forward=replace(block.feed_forward, **changes)), policy)
+
+    tokens = PLAN.batch.microbatch_size * PLAN.batch.seq_len
+    assert kept(top_k=3) - kept(top_k=2) == tokens * (8 * 256 + 4 * 256)
+    assert kept(num_shared_experts=2) - kept(num_shared_experts=1) == tokens * 8 * 256
+    assert kept(num_experts=64) == kept()
+
+
+# ------------------------------------------------------------------ what is said
+
+
+def test_float8_leaves_routers_and_experts_alone_and_says_why() -> None:
+    plan = compile_text(MOE + "float8: {recipe: tensorwise, emulate: true}\n")
+    assert not any("router" in name or ".experts" in name for name in plan.float8.converted)
+    assert any("shared_experts" in name for name in plan.float8.converted)
+    reasons = {skipped.module: skipped.reason for skipped in plan.float8.skipped}
+    assert reasons["layers.1-5.moe.router.gate"] == "routers compute in float32"
+    said = {remark.address: remark.message for remark in plan.remarks if remark.by == "filter_float8"}
+    assert said["layers.1-5.moe.experts"] == "no Float8: experts are grouped products over stacked weights, not linears"
+
+
+def test_show_tells_how_experts_are_cut() -> None:
+    line = next(line for line in show(PLAN, 120).splitlines() if "moe.experts.w1" in line)
+    assert line.split() == [
+        "moe.experts.w1",
+        "[8,",
+        "256,",
+        "256]",
+        "->",
+        "[2,",
+        "256,",
+        "256]",
+        "ep",
+        "S(0)",
+        "efsdp",
+        "S(0)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["layers.1.moe.experts", "layers.1.moe.experts.w1", "layers.1.moe.router.gate", "layers.0", "layers.1", "mesh.ep",
+     "model.layers.3", "model.blocks[1].block.feed_forward.top_k", "expert_parallel.capacity_factor", "sharding[0]"],
+)  # fmt: skip
+def test_explain_knows_every_part(target: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = plans.write_plan(PLAN, tmp_path / "plan.json")
+    assert main(["explain", str(path), target]) == 0
+    assert target.split(".")[-1].split("[")[0] in capsys.readouterr().out
+
+
+def test_a_diff_tells_a_change_of_routing_from_a_change_of_weights() -> None:
+    def changed(**changes: Any) -> Plan:
+        dense, mixed = DEBUG.blocks
+        layer = replace(mixed.block.feed_forward, **changes)
+        return replace(
+            PLAN, model=replace(DEBUG, blocks=(dense, replace(mixed, block=replace(mixed.block, feed_forward=layer))))
+        )
+
+    assert {c.consequence for c in diff(PLAN, changed(top_k=3)).changes} == {"numerics"}
+    assert {c.consequence for c in diff(PLAN, changed(num_experts=16)).changes} == {"model"}
+    dense_only = replace(PLAN, model=replace(DEBUG, blocks=(replace(DEBUG.blocks[0], repeat=6),)))
+    assert "model" in {c.consequence for c in diff(PLAN, dense_only).changes}
+
+
+def test_an_override_of_the_width_is_of_dense_layers() -> None:
+    wide = override(find_model("debug_moe", "debug"), ModelOverrides(hidden_dim=512))
+    assert [run.block.feed_forward.hidden_dim for run in wide.blocks] == [512, 256]

@@ -1,0 +1,82 @@
+"""Expert parallelism: whole experts on the ranks of the ep axis, and tokens sent to the ranks that hold theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_planner.ir.plan import Plan
+from titan_runtime.modules.moe import GroupedExperts, MixtureOfExperts, run_experts
+
+
+def mixtures(module: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
+    """(FQN, mixture) of every mixture of experts in `module`, in order."""
+    return ((fqn, part) for fqn, part in module.named_modules() if isinstance(part, MixtureOfExperts))
+
+
+def apply_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
+    """Set the plan's routing options, and with ep > 1 spread every layer's experts over the 1-D `mesh` of the ep ranks.
+
+    Experts become DTensors sharded on their first dim; FSDP shards them further, over the ranks with the same experts.
+    """
+    options = plan.expert_parallel
+    for _, part in mixtures(module):
+        part.capacity_factor = options.capacity_factor
+        part.force_load_balance = options.force_load_balance
+        if mesh is not None:
+            _spread(part.experts, mesh)
+
+
+def _spread(experts: GroupedExperts, mesh: DeviceMesh) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        # Still on the meta device, so nothing is sent: each rank makes the shape of its part.
+        part = parameter.chunk(mesh.size(), dim=0)[mesh.get_local_rank()].contiguous()
+        spread = DTensor.from_local(
+            part, mesh, (Shard(0),), run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        experts.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+    experts.forward = _exchanging(experts, mesh.get_group())  # type: ignore[method-assign]
+
+
+def _exchanging(experts: GroupedExperts, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
+    """The forward of `experts` whose weights are spread over `group`: send rows, compute, and send the results back."""
+    ranks = dist.get_world_size(group)
+
+    def forward(x: Tensor, counts: Tensor) -> Tensor:
+        # Whom I send how much is known; who sends me how much has to be asked. [sender, local expert]
+        arriving = all_to_all_single(counts, None, None, group)
+        arriving = torch.ops._c10d_functional.wait_tensor(arriving).view(ranks, -1)
+        # Splits are lists on the host: the one point where it waits for the device.
+        sent, got = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
+        rows = _exchange(x, got, sent, group)
+        # They come sender by sender; the product wants them expert by expert.
+        order = _by_expert(arriving)
+        done = run_experts(rows[order], arriving.sum(0), *(_local(experts, name) for name in ("w1", "w2", "w3")))
+        return _exchange(torch.empty_like(done).index_copy(0, order, done), sent, got, group)
+
+    return forward
+
+
+def _exchange(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows of `x` to the ranks of `group`, `send` of them to each, and `receive` back from each; differentiable."""
+    moved = all_to_all_single_autograd(x.contiguous(), receive, send, group)
+    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(moved))
+
+
+def _by_expert(arriving: Tensor) -> Tensor:
+    """The permutation from rows ordered by (sender, expert) to rows ordered by (expert, sender)."""
+    ranks, local = arriving.shape
+    expert = torch.arange(local, device=arriving.device).repeat(ranks)
+    return expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
+
+
+def _local(experts: GroupedExperts, name: str) -> Tensor:
+    weight = getattr(experts, name)
+    return weight.to_local() if isinstance(weight, DTensor) else weight
