@@ -23,9 +23,19 @@ class Missing:
     instead: str
 
 
-_NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
-
 MISSING: tuple[Missing, ...] = (
+    Missing(
+        "fsdp.strategy",
+        lambda p: p.fsdp.strategy == "ddp" and bool(mixtures(p.model)) and p.mesh.efsdp > 1,
+        "DDP with experts that tensor ranks share (ep x etp below tp)",
+        "use the strategy fsdp, or ep x etp = tp",
+    ),
+    Missing(
+        "expert_parallel.comm_backend",
+        lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",
+        "token dispatch by DeepEP or HybridEP",
+        "use `standard`",
+    ),
     Missing(
         "loss.chunks",
         lambda p: p.mesh.pp > 1 and p.loss.chunks > 1,
@@ -37,19 +47,6 @@ MISSING: tuple[Missing, ...] = (
         lambda p: p.model.tied and p.mesh.pp > 1 and p.pipeline.stages[0].pp_rank == p.pipeline.stages[-1].pp_rank,
         "tied weights when one rank holds the first and the last stage",
         "use a schedule that lays stages in a loop, e.g. 1F1B",
-    ),
-    Missing(
-        "model.blocks",
-        lambda p: p.mesh.tp > 1 and bool(mixtures(p.model)),
-        "tensor parallelism of a model with experts",
-        _NO_PARALLEL,
-    ),
-    Missing("mesh.etp", lambda p: p.mesh.etp > 1, "tensor parallelism inside an expert", _NO_PARALLEL),
-    Missing(
-        "expert_parallel.comm_backend",
-        lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",
-        "token dispatch by DeepEP or HybridEP",
-        "use `standard`",
     ),
     Missing(
         "float8.enable_fsdp_float8_all_gather",

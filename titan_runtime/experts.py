@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_runtime.apply.experts import mixtures
+from titan_planner.ir.model import Moe
+from titan_planner.ir.plan import Plan
+from titan_runtime.apply.experts import COUNTED_OVER, mixtures
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +30,55 @@ class ExpertLoad:
 class ExpertCounts:
     """How often each expert was chosen on all ranks since the last step, layer by layer; taking it empties the counters."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """`group` are the ranks that see different tokens. Collective over it, except for a module without experts."""
-        self._parts = list(mixtures(module))
-        self._counts: list[Tensor] = []
+    def __init__(
+        self,
+        plan: Plan,
+        module: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        stages: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group` are the ranks that see different tokens, `stages` those of a pipeline, which hold different layers.
+
+        Collective, except for a model without experts.
+        """
+        self._layers = [n for n, block in enumerate(plan.model.layers()) if isinstance(block.feed_forward, Moe)]
+        self._stages = stages
+        self._parts = {layer_of(fqn): part for fqn, part in mixtures(module)}
+        self._counts: dict[int, Tensor] = {}
         if not self._parts:
             return
         # One all-reduce for all layers. Whole numbers, so that the sums are exact and the same on every rank.
-        held = [torch.cat((part.tokens_per_expert, part.dropped.unsqueeze(0))) for _, part in self._parts]
+        held = [torch.cat((part.tokens_per_expert, part.dropped.unsqueeze(0))) for part in self._parts.values()]
         total = torch.cat(held)
         dist.all_reduce(total, group=group)
-        self._counts = list(total.split([len(h) for h in held]))
-        for _, part in self._parts:
+        over = COUNTED_OVER.get(next(iter(self._parts.values())))
+        if over is not None:
+            dist.all_reduce(total, group=over)
+        self._counts = dict(zip(self._parts, total.split([len(h) for h in held]), strict=True))
+        for part in self._parts.values():
             part.tokens_per_expert.zero_()
             part.dropped.zero_()
 
-    def numbers(self) -> Tensor:
-        """The imbalance of every layer, then the choices dropped in all; float64, still on the device."""
-        if not self._counts:
-            return torch.zeros(0, dtype=torch.float64)
-        loads = [counts[:-1].double() for counts in self._counts]
-        uneven = [load.max() / load.mean().clamp(min=1e-9) for load in loads]
-        return torch.stack([*uneven, torch.stack([counts[-1] for counts in self._counts]).sum().double()])
+    def numbers(self, device: torch.device) -> Tensor:
+        """The imbalance of every layer of the model, then the choices dropped in all; float64, still on the device."""
+        if not self._layers:
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        found = torch.zeros(len(self._layers) + 1, dtype=torch.float64, device=device)
+        for place, layer in enumerate(self._layers):
+            if layer in self._counts:
+                load = self._counts[layer][:-1].double()
+                found[place] = load.max() / load.mean().clamp(min=1e-9)
+                found[-1] += self._counts[layer][-1]
+        if self._stages is not None:  # each layer is on one of them, where all others have zero
+            dist.all_reduce(found, group=self._stages)
+        return found
 
     def report(self, numbers: Sequence[float]) -> ExpertLoad | None:
-        """What `numbers` said, now on the host; None for a module without experts."""
-        if not self._parts:
+        """What `numbers` said, now on the host; None for a model without experts."""
+        if not self._layers:
             return None
-        layers = [fqn.split(".")[1] for fqn, _ in self._parts]
-        return ExpertLoad(dict(zip(layers, numbers[:-1], strict=True)), int(numbers[-1]))
+        imbalance = {str(layer): value for layer, value in zip(self._layers, numbers[:-1], strict=True)}
+        return ExpertLoad(imbalance, int(numbers[-1]))
 
     @torch.no_grad()
     def update_bias(self) -> None:
@@ -65,9 +87,14 @@ class ExpertCounts:
         Steps are the sign times the layer's coefficient, less their mean, so that a bias has no drift of its own
         (auxiliary-loss-free balancing, arXiv 2408.15664, as DeepSeek V3 uses it).
         """
-        for (_, part), counts in zip(self._parts, self._counts, strict=True):
+        for layer, part in self._parts.items():
             if part.expert_bias is not None and part.moe.load_balance_coeff is not None:
-                part.expert_bias += bias_step(counts[:-1], part.moe.load_balance_coeff)
+                part.expert_bias += bias_step(self._counts[layer][:-1], part.moe.load_balance_coeff)
+
+
+def layer_of(fqn: str) -> int:
+    """The number of the layer that holds the mixture `fqn`, of a whole model or of a pipeline rank's parts."""
+    return int(fqn.split("layers.")[1].split(".")[0])
 
 
 def bias_step(counts: Tensor, coefficient: float) -> Tensor:

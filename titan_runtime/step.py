@@ -95,10 +95,8 @@ def train_step(
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # The one point of a step where the host waits for the device. It has to come before the update: afterwards a bad
     # gradient is in the weights and in the next checkpoint. Both numbers are the same bits on every rank.
-    counts = ExpertCounts(module, group)
-    mean_loss, grad_norm, *loads = torch.cat(
-        (torch.stack((total.double(), norm)), counts.numbers().to(device))
-    ).tolist()
+    counts = ExpertCounts(plan, module, group, stages)
+    mean_loss, grad_norm, *loads = torch.cat((torch.stack((total.double(), norm)), counts.numbers(device))).tolist()
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         raise RunError(
             f"step {step}: the loss is {mean_loss} and the gradient norm {grad_norm}; "

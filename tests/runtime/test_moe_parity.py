@@ -14,10 +14,11 @@ from tests import plans
 from tests.harness import Rank, run_ranks
 from tests.runtime.test_parity import STEPS, checkpointed, open_loader, parity_plan
 from titan_planner.ir.inventory import fsdp_dim, parameters
-from titan_planner.ir.parallel import FsdpUnit, Mesh
+from titan_planner.ir.parallel import FsdpUnit, Mesh, Pipeline, Stage, TensorParallel
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.verify import verify
 from titan_planner.passes.select_checkpointing import SAVE_OPS
+from titan_planner.sharding import expert_rows, tensor_parallel_rows
 from titan_runtime.init import initialise
 from titan_runtime.lr_schedule import lr_factor
 from titan_runtime.modules import build
@@ -90,8 +91,9 @@ def reference(plan: Plan, leaning: float = 0.0) -> Curve:
 def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
     """The runtime's own parts, on one of several ranks."""
     from titan_runtime.apply import build_model
+    from titan_runtime.apply.context import shard_sequences
     from titan_runtime.checkpoint.tensors import model_tensors
-    from titan_runtime.loss import cross_entropy_sum
+    from titan_runtime.loss import loss_function
     from titan_runtime.mesh import build_mesh, data_group, data_rank
     from titan_runtime.optimizer import build_optimizer
     from titan_runtime.step import train_step
@@ -109,8 +111,8 @@ def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
             plan,
             module,
             optimizer,
-            cross_entropy_sum,
-            batch,
+            loss_function(plan, world),
+            shard_sequences(batch, plan, rank.index),
             step=step + 1,
             schedule_step=step,
             device=device,
@@ -133,8 +135,11 @@ def check(plan: Plan, expected: Curve, leaning: float = 0.0) -> dict[str, float]
     for curve in curves:
         assert curve.losses == curves[0].losses
         assert curve.norms == curves[0].norms
-        assert all(torch.equal(curve.weights[fqn], weight) for fqn, weight in curves[0].weights.items())
-    got = curves[0]
+        assert curve.imbalances == curves[0].imbalances
+    got = replace(curves[0], weights={})
+    for curve in curves:  # stages of a pipeline have different ones
+        for fqn, weight in curve.weights.items():
+            assert torch.equal(got.weights.setdefault(fqn, weight), weight), fqn
     assert got.weights.keys() == expected.weights.keys()
     worst = {
         "loss": max(abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True)),
@@ -174,6 +179,7 @@ def test_the_reference_learns_clips_and_moves_its_bias(expected: Curve) -> None:
         pytest.param(plans.mesh(4, ep=4), 1, id="ep4"),
         pytest.param(plans.mesh(4, ep=2), 2, id="ep2xdp2"),
         pytest.param(plans.mesh(2, 2, ep=2), 1, id="hsdp-2x2-ep2"),
+        pytest.param(plans.mesh(2, cp=2, ep=4), 2, id="dp2xcp2-ep4"),
     ],
 )
 def test_splitting_changes_nothing(grid: Mesh, local: int, expected: Curve) -> None:
@@ -190,6 +196,43 @@ def test_experts_of_a_unit_of_their_own_learn_the_same(expected: Curve) -> None:
 def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> None:
     plan = moe_plan(plans.mesh(1, 2), local=2)
     print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "sequence_parallel"),
+    [
+        pytest.param({"dp_shard": 1}, False, id="tp2"),
+        pytest.param({"dp_shard": 1, "ep": 2}, True, id="tp2-ep2"),
+        pytest.param({"dp_shard": 2, "ep": 2}, True, id="dp2xtp2-ep2"),
+        pytest.param({"dp_shard": 2, "ep": 4}, False, id="dp2xtp2-ep4"),
+        pytest.param({"dp_shard": 2, "ep": 2, "etp": 2}, True, id="dp2xtp2-ep2-etp2"),
+        pytest.param({"dp_shard": 2, "etp": 2}, True, id="dp2xtp2-etp2"),
+    ],
+)
+def test_tensor_ranks_share_the_experts(degrees: dict[str, int], sequence_parallel: bool, expected: Curve) -> None:
+    grid = plans.mesh(**degrees, tp=2)
+    model = plans.tiny_moe_model()
+    rows = tensor_parallel_rows(model, sequence_parallel=sequence_parallel, loss_parallel=True)
+    options = TensorParallel(sequence_parallel=sequence_parallel, loss_parallel=True, async_tp=False, kv_replicas=1)
+    plan = moe_plan(grid, local=4, tensor_parallel=options, sharding=rows + expert_rows(model, grid))
+    print(check(plan, expected))
+
+
+def test_stages_with_and_without_experts() -> None:
+    """Two stages of two ranks each: embedding and the dense layer, and the layers with experts, spread over both ranks."""
+    grid = plans.mesh(2, pp=2, ep=2)
+    plan = moe_plan(grid, local=4)
+    stage_of = {"tok_embeddings": 0, "layers.0": 0}
+    plan = replace(
+        plan,
+        batch=replace(plan.batch, microbatch_size=1),
+        pipeline=Pipeline(
+            schedule="1F1B", stages=tuple(Stage(index=i, pp_rank=i) for i in range(2)), microbatches=4, actions=None
+        ),
+        layers=tuple(replace(layer, stage=stage_of.get(layer.fqn, 1)) for layer in plan.layers),
+        fsdp=replace(plan.fsdp, units=plans.units(plan.model, False)),
+    )
+    print(check(plan, reference(plan)))
 
 
 def test_ranks_whose_experts_nobody_chooses_take_part() -> None:

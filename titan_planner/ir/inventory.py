@@ -233,6 +233,8 @@ def sharding_targets(model: Model) -> Mapping[str, int]:
     """What sharding rows may name -> number of dims of its weight, 0 for a module that owns none, in module order."""
     found = dict.fromkeys(module_names(model), 0)
     found.update({parameter.target: len(parameter.shape) for parameter in parameters(model)})
+    if model.tied:
+        found["output"] = 2  # it owns no parameter, and still has a weight
     return MappingProxyType(found)
 
 

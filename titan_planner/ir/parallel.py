@@ -47,8 +47,8 @@ class Mesh:
 
     @property
     def efsdp(self) -> int:
-        """Ranks over which FSDP shards an expert's weights beside ep and etp; they are dp_shard x cp x tp together."""
-        return self.fsdp if self.ep == 1 else self.fsdp * self.tp // (self.ep * self.etp)
+        """Ranks over which FSDP shards an expert's weights: efsdp x ep x etp are the ranks of dp_shard x cp x tp."""
+        return self.fsdp * self.tp // (self.ep * self.etp)
 
     def degree(self, axis: str) -> int:
         """Degree of the axis named `axis`."""

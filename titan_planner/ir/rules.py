@@ -431,21 +431,25 @@ def _experts(plan: Plan) -> Iterator[Violation]:
             )
 
 
-@_rule("ep-experts", "With ep > 1 sharding rows place the weights of all experts on `ep` by whole experts.")
+_EXPERT_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "etp": {"w1": 1, "w2": 2, "w3": 1}}
+
+
+@_rule("ep-experts", "Sharding rows place all experts' weights: on `ep` by whole experts, on `etp` inside, as on tp.")
 def _expert_rows(plan: Plan) -> Iterator[Violation]:
-    if plan.mesh.ep == 1:
-        return
     targets = sharding_targets(plan.model)
-    rows = [row for row in plan.sharding if row.axis == "ep"]
-    placed = {name: row.weight for row in rows for name in select(row.module, targets)}
-    for parameter in parameters(plan.model):
-        if parameter.is_expert and placed.get(parameter.target) != "S(0)":
-            yield Violation(
-                "sharding",
-                f"ep = {plan.mesh.ep}, but `{parameter.target}` is not placed on the axis `ep` by S(0)",
-                "compile the plan anew, or set mesh.ep to 1",
-            )
-            return
+    for axis, dims in _EXPERT_DIMS.items():
+        degree = plan.mesh.degree(axis)
+        rows = [row for row in plan.sharding if row.axis == axis]
+        placed = {name: row.weight for row in rows for name in select(row.module, targets)}
+        for parameter in parameters(plan.model):
+            wanted = f"S({dims.get(parameter.fqn.rsplit('.', 1)[-1])})"
+            if degree > 1 and parameter.is_expert and placed.get(parameter.target) != wanted:
+                yield Violation(
+                    "sharding",
+                    f"{axis} = {degree}, but `{parameter.target}` is not placed on the axis `{axis}` by {wanted}",
+                    f"compile the plan anew, or set mesh.{axis} to 1",
+                )
+                break
 
 
 # ------------------------------------------------------------------ pipeline

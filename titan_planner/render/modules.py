@@ -126,7 +126,7 @@ class Modules:
         shards = mesh.efsdp if parameter.is_expert else mesh.fsdp
         if self.plan.fsdp.strategy == "fsdp" and shards > 1:
             dim = fsdp_dim(parameter, mesh)
-            placements.append(("efsdp" if parameter.is_expert and mesh.ep > 1 else "fsdp", f"S({dim})"))
+            placements.append(("fsdp" if shards == mesh.fsdp and mesh.ep == 1 else "efsdp", f"S({dim})"))
             local[dim] = math.ceil(local[dim] / shards)
         return Weight(
             name or parameter.fqn, parameter.shape, tuple(local), tuple(placements), self.float8(parameter.module)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_planner.ir.plan import Plan
+from titan_planner.ir.rules import mixtures
 from titan_runtime.apply.checkpointing import apply_checkpointing
 from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.context import apply_context
@@ -29,12 +30,13 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     """The plan's model on this rank: built, transformed, allocated and filled. Collective."""
     # The pipeline first: what follows is done to each stage alone, so that a rank never touches layers it does not hold.
     # Everything is on the meta device: a model that fits no single rank must never exist in one piece.
-    experts = build_expert_mesh(plan.mesh, device.type) if plan.mesh.ep > 1 else None
-    dtype = DTYPES[plan.dtype]
+    apart = bool(mixtures(plan.model)) and plan.mesh.ep * plan.mesh.tp > 1
+    experts = build_expert_mesh(plan.mesh, device.type) if apart else None
     if plan.mesh.pp == 1:
-        return _finish(build(plan.model, seq_len=plan.batch.seq_len, dtype=dtype), plan, world, experts, device)
+        module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
+        return _finish(module, plan, world, experts, device)
     indices = stages_of(plan, world.get_local_rank("pp"))
-    parts = [_finish(build_stage(plan, index, dtype), plan, world, experts, device) for index in indices]
+    parts = [_finish(build_stage(plan, index, DTYPES[plan.dtype]), plan, world, experts, device) for index in indices]
     return Pipeline(plan, world, parts, device)
 
 
@@ -45,13 +47,13 @@ def _finish(
     # Float8 before all else: it exchanges linears, and what follows wraps, cuts and compiles the ones that will compute.
     apply_float8(module, plan)
 
-    # Experts before what wraps them: they change which weights a rank has, and everything else wraps what is there.
-    apply_experts(module, plan, experts["ep"] if experts is not None else None)
-
     # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
     apply_context(module, plan, world["cp"])
 
-    # Tensor parallelism while weights are whole: it decides which part of each weight this rank has, which data
+    # Experts have ranks of their own, which need not be those of tensor parallelism; it leaves alone what is placed already.
+    apply_experts(module, plan, world, experts)
+
+    # Tensor parallelism, while weights are whole: it decides which part of each weight this rank has, which data
     # parallelism then cuts further. Its collectives are part of a module's own forward, so they are recomputed with it and
     # compiled with it, and selective policies see the local shapes that are really multiplied.
     apply_tensor(module, plan, world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,33 +22,56 @@ def mixtures(module: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
     return ((fqn, part) for fqn, part in module.named_modules() if isinstance(part, MixtureOfExperts))
 
 
-def apply_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
-    """Set the plan's routing options, and with ep > 1 spread every layer's experts over the 1-D `mesh` of the ep ranks.
+def apply_experts(module: nn.Module, plan: Plan, world: DeviceMesh, experts: DeviceMesh | None) -> None:
+    """Set the plan's routing options, and spread every layer's experts over the ep and etp ranks of the mesh `experts`.
 
-    Experts become DTensors sharded on their first dim; FSDP shards them further, over the ranks with the same experts.
+    Experts become DTensors sharded on their first dim over ep, and inside as tp cuts a SwiGLU over etp; FSDP shards them
+    further, over the ranks with the same ones. Whole experts (etp 1) under tensor parallelism: all tensor ranks have the
+    same tokens, so each routes a part of them, and what they have is added up on leaving the layer.
     """
-    options = plan.expert_parallel
+    options, degrees = plan.expert_parallel, plan.mesh
     for _, part in mixtures(module):
         part.capacity_factor = options.capacity_factor
         part.force_load_balance = options.force_load_balance
-        if mesh is not None:
-            _spread(part.experts, mesh)
+        if degrees.tp > 1 and degrees.etp == 1:
+            part.token_part = (world.get_local_rank("tp"), degrees.tp)
+            COUNTED_OVER[part] = world.get_group("tp")
+        if experts is not None:
+            _spread(part.experts, experts, degrees.etp > 1)
 
 
-def _spread(experts: GroupedExperts, mesh: DeviceMesh) -> None:
+COUNTED_OVER: WeakKeyDictionary[MixtureOfExperts, dist.ProcessGroup] = WeakKeyDictionary()
+"""Mixture -> the tensor ranks that route different tokens of the same samples; absent where all route the same."""
+
+_ETP_DIMS = {"w1": 1, "w2": 2, "w3": 1}
+
+
+def _spread(experts: GroupedExperts, mesh: DeviceMesh, inside: bool) -> None:
+    own = mesh["ep", "etp"] if inside else mesh["ep"]
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        # Still on the meta device, so nothing is sent: each rank makes the shape of its part.
-        part = parameter.chunk(mesh.size(), dim=0)[mesh.get_local_rank()].contiguous()
+        dims = (0, _ETP_DIMS[name]) if inside else (0,)
+        part = parameter
+        for axis, dim in zip(("ep", "etp"), dims, strict=False):
+            # Still on the meta device, so nothing is sent: each rank makes the shape of its part.
+            part = part.chunk(mesh[axis].size(), dim=dim)[mesh.get_local_rank(axis)]
         spread = DTensor.from_local(
-            part, mesh, (Shard(0),), run_check=False, shape=parameter.shape, stride=parameter.stride()
+            part.contiguous(),
+            own,
+            [Shard(dim) for dim in dims],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
         experts.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-    experts.forward = _exchanging(experts, mesh.get_group())  # type: ignore[method-assign]
+    experts.forward = _exchanging(experts, mesh["ep"].get_group())  # type: ignore[method-assign]
 
 
 def _exchanging(experts: GroupedExperts, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
     """The forward of `experts` whose weights are spread over `group`: send rows, compute, and send the results back."""
     ranks = dist.get_world_size(group)
+
+    def compute(x: Tensor, counts: Tensor) -> Tensor:
+        return run_experts(x, counts, *(_local(experts, name) for name in ("w1", "w2", "w3")))
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         # Whom I send how much is known; who sends me how much has to be asked. [sender, local expert]
@@ -58,10 +82,10 @@ def _exchanging(experts: GroupedExperts, group: dist.ProcessGroup) -> Callable[[
         rows = _exchange(x, got, sent, group)
         # They come sender by sender; the product wants them expert by expert.
         order = _by_expert(arriving)
-        done = run_experts(rows[order], arriving.sum(0), *(_local(experts, name) for name in ("w1", "w2", "w3")))
+        done = compute(rows[order], arriving.sum(0))
         return _exchange(torch.empty_like(done).index_copy(0, order, done), sent, got, group)
 
-    return forward
+    return forward if ranks > 1 else compute
 
 
 def _exchange(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -37,6 +37,7 @@ from titan_runtime.collectives import (
     ranks_of,
 )
 from titan_runtime.errors import RunError
+from titan_runtime.modules.moe import MixtureOfExperts
 from titan_runtime.modules.output import Loss, OutputProjection
 from titan_runtime.modules.rms_norm import RMSNorm
 
@@ -56,9 +57,10 @@ def apply_tensor(module: nn.Module, plan: Plan, world: DeviceMesh) -> None:
     tp = _Axis(plan, world)
     rows = dict(_rows_of(module, plan))
     for fqn, row in rows.items():
-        inside = any(fqn[:at] in rows for at in range(len(fqn)) if fqn[at] == ".")
+        around = [rows[fqn[:at]] for at in range(len(fqn)) if fqn[at] == "." and fqn[:at] in rows]
+        inside = bool(around)
         part = module.get_submodule(fqn)
-        _require_layouts(plan, part, fqn, row, inside)
+        _require_layouts(plan, part, fqn, row, inside, summed_outside=any(outer.output == "P" for outer in around))
         _shard(part, fqn, row, inside, tp)
     for fqn, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -226,8 +228,12 @@ def _shard(part: nn.Module, fqn: str, row: ModuleSharding, inside: bool, tp: _Ax
             _become(part, _ReplicatedNorm)
             # On a part of the sequence each rank computes a part of the weight's gradient.
             _hold(part, fqn, None, tp, sum_gradient=tp.ranks if row.input_needed == "S(1)" else None)
+        case nn.Linear(), "R":
+            # A router: each rank routes a part of the tokens, or has a part of what its choices lead to.
+            _become(part, _PartOfLinear, enter=None, leave=None)
+            _hold(part, fqn, None, tp, sum_gradient=tp.ranks)
         case _:
-            _become(part, _Moving, enter=enter, leave=None)
+            _become(part, _Moving, enter=enter, leave=leave)
 
 
 def _become(part: nn.Module, first: type[nn.Module], **values: Any) -> None:
@@ -321,12 +327,19 @@ _COMPUTED: tuple[tuple[type[nn.Module], str | None, str, str | None], ...] = (
     (nn.Linear, "S(1)", "S(2)", "P"),
     (RMSNorm, "R", "R", "R"),
     (RMSNorm, "R", "S(1)", "S(1)"),
+    (nn.Linear, "R", "R", "R"),
+    (MixtureOfExperts, None, "R", "P"),
     (nn.Module, None, "R", None),
 )
 
 
-def _require_layouts(plan: Plan, part: nn.Module, fqn: str, row: ModuleSharding, inside: bool) -> None:
-    """RunError unless the row is one that is computed here, and its ends meet those of the modules around it."""
+def _require_layouts(
+    plan: Plan, part: nn.Module, fqn: str, row: ModuleSharding, inside: bool, summed_outside: bool
+) -> None:
+    """RunError unless the row is one that is computed here, and its ends meet those of the modules around it.
+
+    `summed_outside` says that a module around it adds up what ranks have.
+    """
     stream = "S(1)" if plan.tensor_parallel.sequence_parallel else "R"
     if not any(
         isinstance(part, kind) and [row.weight, row.input_needed, row.output] == computed
@@ -348,6 +361,8 @@ def _require_layouts(plan: Plan, part: nn.Module, fqn: str, row: ModuleSharding,
         return
     loss_parallel = plan.tensor_parallel.loss_parallel
     hands_on = ("S(2)" if loss_parallel else "R") if logits_out else row.output if row.output == "S(2)" else stream
+    if summed_outside:
+        hands_on = row.output
     if row.output_needed != hands_on:
         raise RunError(
             f"sharding: `{row.module}` hands its result on as {row.output_needed}, but {hands_on} is needed",

@@ -6,6 +6,8 @@ checkpoints. Both are independent of the mesh. Random-number states are each ran
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +30,8 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """State of the model that is not trained and equal on all ranks, such as the experts' bias."""
     return {
-        f"{fqn}.{name}" if fqn else name: buffer
+        # Parts of a pipeline rank are numbered, and their modules have the model's names all the same.
+        re.sub(r"^parts\.\d+\.", "", f"{fqn}.{name}"): buffer
         for fqn, part in module.named_modules()
         for name, buffer in part.named_buffers(recurse=False)
         if name not in part._non_persistent_buffers_set

@@ -10,7 +10,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, pad, silu
 
 from titan_planner.ir.model import Moe
 from titan_runtime.modules.swiglu import SwiGLU
@@ -124,6 +124,8 @@ class MixtureOfExperts(nn.Module):
         # Decisions about this run, which `apply/experts.py` sets from the plan.
         self.capacity_factor: float | None = None
         self.force_load_balance = False
+        # (i, n): of the tokens only the i-th of n parts is routed here, and the other rows of the routed result are zero.
+        self.token_part: tuple[int, int] | None = None
         balanced = moe.load_balance_coeff is not None
         self.register_buffer("expert_bias", torch.empty(moe.num_experts, dtype=torch.float32) if balanced else None)
         self.expert_bias: Tensor | None
@@ -143,11 +145,21 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, dim] -> [batch, sequence, dim]."""
         tokens = x.flatten(0, 1)
-        scores, chosen = self.router(tokens, self.expert_bias, self.force_load_balance)
-        out = self._routed(tokens, scores, chosen)
+        if self.token_part is None:
+            out = self._route(tokens)
+        else:
+            number, parts = self.token_part
+            split = tokens.tensor_split(parts)
+            before = sum(len(part) for part in split[:number])
+            out = self._route(split[number])
+            out = pad(out, (0, 0, before, len(tokens) - before - len(out)))
         if self.shared_experts is not None:
             out = out + self.shared_experts(tokens)
         return out.view_as(x)
+
+    def _route(self, tokens: Tensor) -> Tensor:
+        scores, chosen = self.router(tokens, self.expert_bias, self.force_load_balance)
+        return self._routed(tokens, scores, chosen)
 
     def _routed(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Sum over the chosen experts, [tokens, dim]. Choice number t * top_k + i is the i-th one of token t."""
