@@ -50,15 +50,20 @@ def group_parameters(fqns: Iterable[str], optimizer: Optimizer) -> dict[int, lis
 
 
 def build_optimizer(
-    module: nn.Module, optimizer: Optimizer, muon: frozenset[str] = frozenset()
+    module: nn.Module,
+    optimizer: Optimizer,
+    muon: frozenset[str] = frozenset(),
+    whole: Iterable[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over all parameters of `module`. Each group carries `lr_scale`, which `set_lr` multiplies in.
 
-    `muon` are the parameters that Muon takes where the plan names it; AdamW takes all others.
+    `muon` are the parameters that Muon takes where the plan names it; AdamW takes all others. `whole` are the FQNs of the
+    whole model where `module` is a pipeline stage: a pattern may be for other stages only.
     """
     named = dict(module.named_parameters())
     groups = []
-    for index, fqns in group_parameters(named, optimizer).items():
+    for index, claimed in group_parameters(named if whole is None else whole, optimizer).items():
+        fqns = [fqn for fqn in claimed if fqn in named]
         if not fqns:
             continue
         own = optimizer.param_groups[index] if index >= 0 else None

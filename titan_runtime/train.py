@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_planner.ir.inventory import muon_parameters
+from titan_planner.ir.inventory import muon_parameters, parameters
 from titan_planner.ir.plan import Plan
 from titan_runtime import distributed
 from titan_runtime.agreement import together
@@ -61,7 +61,8 @@ def train(
 
     announce(console, plan)
     module = build_model(plan, world, device)
-    optimizer = build_optimizer(module, plan.optimizer, muon_parameters(plan.model))
+    names = [parameter.fqn for parameter in parameters(plan.model)]
+    optimizer = build_optimizer(module, plan.optimizer, muon_parameters(plan.model), names)
     loss = compiled_loss(loss_function(plan, world), plan)
     loader = together(lambda: open_data(plan, rank), "open the training data")
     group = data_group(world)

@@ -116,6 +116,9 @@ ROWS: tuple[Row, ...] = (
     pipeline("pp 2, ignored labels unequal", 2, "1F1B", masked=True),
     pipeline("pp 2, tied weights", 2, "1F1B", sections={"model": {
         **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}}),
+    # A pattern that only one stage's parameters match, and one that all stages' do.
+    pipeline("pp 2, no decay on norms and embedding", 2, "1F1B", sections={"optimizer": {"weight_decay": 0.5, "param_groups": [
+        {"pattern": "tok_embeddings", "weight_decay": 0.0}, {"pattern": "norm", "weight_decay": 0.0}]}}),
     pipeline("pp 2 x dp 2 1F1B", 2, "1F1B", local=4, degrees={"dp_shard": 2}),
     pipeline("pp 2 x dp 2 Interleaved1F1B, reshard always", 2, "Interleaved1F1B", local=4, degrees={"dp_shard": 2},
              parallelism={"fsdp_reshard_after_forward": "always"}),

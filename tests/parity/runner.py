@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from tests.harness import Rank
 from tests.parity.rows import Row
 from titan_planner.compiler import compile_spec
+from titan_planner.ir.inventory import parameters
 from titan_planner.ir.plan import Plan
 from titan_planner.spec import load_spec
 from titan_runtime.apply import build_model
@@ -82,8 +84,10 @@ def reference(plan: Plan, masked: bool) -> Curve:
     module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
     initialise(module, plan.model, plan.seeds.seed)
     values = plan.optimizer
+    undecayed = [p for fqn, p in module.named_parameters() if _no_decay(plan, fqn)]
+    decayed = [p for fqn, p in module.named_parameters() if not _no_decay(plan, fqn)]
     optimizer = torch.optim.AdamW(
-        module.parameters(),
+        [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}],
         lr=values.lr,
         betas=(values.beta1, values.beta2),
         eps=values.eps,
@@ -110,6 +114,10 @@ def reference(plan: Plan, masked: bool) -> Curve:
     return curve
 
 
+def _no_decay(plan: Plan, fqn: str) -> bool:
+    return any(group.weight_decay == 0 and re.search(group.pattern, fqn) for group in plan.optimizer.param_groups)
+
+
 @torch.no_grad()
 def _balance_experts(module: nn.Module) -> None:
     """The bias of every mixture one step towards even loads, by hand."""
@@ -133,7 +141,8 @@ def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
     world = build_mesh(plan.mesh, "cpu")
     group = data_group(world)
     module: nn.Module = build_model(plan, world, device)
-    optimizer = build_optimizer(module, plan.optimizer)
+    names = [parameter.fqn for parameter in parameters(plan.model)]
+    optimizer = build_optimizer(module, plan.optimizer, whole=names)
     loss = compiled_loss(loss_function(plan, world), plan)
     share = data_rank(plan.mesh, rank.index)
     local, accumulation = plan.batch.local_batch_size, plan.batch.accumulation_steps
@@ -162,6 +171,6 @@ def worst(found: list[float], wanted: list[float]) -> float:
 
 
 def key_of_reference(row: Row) -> str:
-    """Rows with equal keys have the same reference: only the model and the mask matter to one process."""
+    """Rows with equal keys have the same reference: only model, optimizer and mask matter to one process."""
     spec = row.spec()
-    return json.dumps([spec["model"], row.masked], sort_keys=True)
+    return json.dumps([spec["model"], spec["optimizer"], row.masked], sort_keys=True)
