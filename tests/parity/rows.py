@@ -88,6 +88,14 @@ def context(method: str, balance: str = "headtail") -> dict[str, str]:
     return {"context_parallel_method": method, "context_parallel_load_balancer": balance}
 
 
+MOE: dict[str, Any] = {"family": "debug_moe", "flavor": "debugmodel", "overrides": {}}
+
+
+def experts(name: str, degrees: dict[str, int], ep: int = 1, **sections: Any) -> Row:
+    """A model with experts, `ep` ranks sharing them."""
+    return Row(name, degrees, {"expert_parallel_degree": ep}, {"model": MOE, **sections})
+
+
 ROWS: tuple[Row, ...] = (
     Row("one rank", {"dp_shard": 1}, sections={"training": {"local_batch_size": 2}}),
     Row("dp 2", {"dp_shard": 2}),
@@ -143,6 +151,20 @@ ROWS: tuple[Row, ...] = (
     pipeline("pp 2 x dp 2 x tp 2", 2, "1F1B", local=4, degrees={"dp_shard": 2, "tp": 2}),
     pipeline("pp 2 ZBVZeroBubble x dp 2 x tp 2", 2, "ZBVZeroBubble", local=4, degrees={"dp_shard": 2, "tp": 2}),
     pipeline("pp 2 x cp 2 x tp 2", 2, "Interleaved1F1B", degrees={"cp": 2, "tp": 2}),
+    experts("experts, dp 2", {"dp_shard": 2}),
+    experts("experts, ep 2", {"dp_shard": 2}, 2),
+    experts("experts, ep 4", {"dp_shard": 4}, 4),
+    experts("experts, ep 2 x efsdp 2", {"dp_shard": 4}, 2),
+    experts("experts, hsdp 2x2 with ep 2", {"dp_replicate": 2, "dp_shard": 2}, 2),
+    experts("experts, cp 2 x dp 2 with ep 2", {"cp": 2, "dp_shard": 2}, 2),
+    experts("experts, cp 2 with ep 2", {"cp": 2}, 2),
+    experts("experts, ep 2, checkpointing full", {"dp_shard": 2}, 2, activation_checkpoint={"mode": "full"}),
+    experts("experts, ep 2, accumulation 4", {"dp_shard": 2}, 2, training={"local_batch_size": 1}),
+    pipeline("experts, pp 2 (a stage's first layer dense)", 2, "1F1B", sections={"model": MOE}),
+    pipeline("experts, pp 2 x dp 2 with ep 2", 2, "1F1B", local=4, degrees={"dp_shard": 2},
+             parallelism={"expert_parallel_degree": 2}, sections={"model": MOE}),
+    pipeline("experts, a stage without any", 2, "1F1B", sections={"model": MOE}, parallelism={
+        "module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["layers.1-5", "norm", "output"]]}),
     pipeline("pp 2, checkpointing full", 2, "1F1B", sections={"activation_checkpoint": {"mode": "full"}}),
     pipeline("pp 2, checkpointing selective", 2, "1F1B", sections={"activation_checkpoint": {"mode": "selective"}}),
     pipeline("pp 2 ZBVZeroBubble, checkpointing full", 2, "ZBVZeroBubble",

@@ -28,6 +28,7 @@ from titan_runtime.loss import loss_function
 from titan_runtime.lr_schedule import lr_factor
 from titan_runtime.mesh import build_mesh, data_group, data_rank
 from titan_runtime.modules import build
+from titan_runtime.modules.moe import MixtureOfExperts
 from titan_runtime.optimizer import build_optimizer
 from titan_runtime.step import train_step
 
@@ -102,10 +103,23 @@ def reference(plan: Plan, masked: bool) -> Curve:
             group["lr"] = values.lr * lr_factor(plan.lr_schedule, step)
         optimizer.step()
         optimizer.zero_grad()
+        _balance_experts(module)
         curve.losses.append(loss.item())
         curve.norms.append(norm)
     curve.weights = {fqn: parameter.detach() for fqn, parameter in module.named_parameters()}
     return curve
+
+
+@torch.no_grad()
+def _balance_experts(module: nn.Module) -> None:
+    """The bias of every mixture one step towards even loads, by hand."""
+    for part in module.modules():
+        if isinstance(part, MixtureOfExperts) and part.moe.load_balance_coeff is not None:
+            assert part.expert_bias is not None
+            load = part.tokens_per_expert.double()
+            step = part.moe.load_balance_coeff * torch.sign(load.mean() - load)
+            part.expert_bias += (step - step.mean()).float()
+            part.tokens_per_expert.zero_()
 
 
 def run_rows(rank: Rank, plans: list[tuple[Plan, bool]]) -> list[Curve | str]:

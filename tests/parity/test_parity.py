@@ -23,13 +23,22 @@ WEIGHT_TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, tuple[Curve, list[Curve]] | str]:
-    """Row -> (the reference, every rank's curve), or what went wrong. One launch of ranks for each world size."""
+def results(request) -> dict[str, tuple[Curve, list[Curve]] | str]:
+    """Row -> (the reference, every rank's curve), or what went wrong. One launch of ranks for each world size.
+
+    Only rows that were selected (`-k`) are run.
+    """
+    selected = {
+        item.callspec.params["row"].name
+        for item in request.session.items
+        if hasattr(item, "callspec") and "row" in item.callspec.params
+    }
     references: dict[str, Curve] = {}
     by_ranks: dict[int, list[Row]] = defaultdict(list)
     found: dict[str, tuple[Curve, list[Curve]] | str] = {}
     for row in ROWS:
-        by_ranks[row.ranks].append(row)
+        if row.name in selected:
+            by_ranks[row.ranks].append(row)
     for ranks, rows in by_ranks.items():
         plans = [(compile_row(row), row.masked) for row in rows]
         for (plan, masked), row in zip(plans, rows, strict=True):
@@ -61,6 +70,8 @@ def table(results, request):
     yield
     lines = [f"{'row':58} {'ranks':>5} {'loss':>9} {'norm':>9} {'weights':>9}"]
     for row in ROWS:
+        if row.name not in results:
+            continue
         outcome = results[row.name]
         if isinstance(outcome, str):
             lines.append(f"{row.name:58} {row.ranks:5}  failed")

@@ -11,6 +11,7 @@ import pytest
 from tests import plans
 from tests.harness import Rank, run_ranks
 from titan_planner.ir.execution import CheckpointPolicy
+from titan_planner.ir.parallel import Stage
 from titan_planner.ir.plan import Plan
 from titan_runtime.capabilities import MISSING, unsupported
 from titan_runtime.errors import RunError
@@ -137,6 +138,12 @@ def _asks_for(address: str) -> Plan:
             return replace(plan, fsdp=replace(plan.fsdp, **{field: True}))
         case ["float8", _]:
             return replace(plan, float8=replace(plan.float8, recipe="rowwise"))
+        case ["loss", "chunks"]:
+            return replace(plan, mesh=replace(plan.mesh, pp=2), loss=replace(plan.loss, chunks=2))
+        case ["model", "tied"]:
+            stages = tuple(Stage(index=index, pp_rank=rank) for index, rank in enumerate((0, 1, 1, 0)))
+            plan = plans.tiny_plan(plans.mesh(pp=2), model=plans.tiny_model(tied=True))
+            return replace(plan, pipeline=replace(plan.pipeline, stages=stages))
         case ["loss", _]:
             return replace(plan, loss=replace(plan.loss, z_loss=1e-4))
         case ["optimizer", _]:
@@ -173,5 +180,7 @@ def test_what_it_does_not_do_yet_it_refuses_by_address(address: str) -> None:
 
 
 def test_all_refusals_come_at_once() -> None:
-    plan = replace(_asks_for("mesh.pp"), loss=_asks_for("loss.z_loss").loss, data=_asks_for("data.source").data)
-    assert [line.split("`")[1] for line in unsupported(plan)] == ["mesh.pp", "loss.z_loss", "data.source"]
+    plan = replace(
+        _asks_for("fsdp.cpu_offload"), loss=_asks_for("loss.z_loss").loss, data=_asks_for("data.source").data
+    )
+    assert [line.split("`")[1] for line in unsupported(plan)] == ["fsdp.cpu_offload", "loss.z_loss", "data.source"]

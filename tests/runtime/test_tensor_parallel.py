@@ -382,7 +382,9 @@ def test_rows_that_do_not_fit_together_are_refused() -> None:
     plan = tensor(on(2))
     without = replace(plan, sharding=tuple(row for row in plan.sharding if row.module != "norm"))
     odd = replace(plan, batch=replace(plan.batch, seq_len=31))
+    overlapping = replace(plan, tensor_parallel=replace(plan.tensor_parallel, async_tp=True))
     cases = [
+        (overlapping, "asynchronous tensor parallelism needs CUDA"),
         (without, "no row for the axis `tp` says where the weight `norm.weight` lies"),
         (odd, "cannot share 31 tokens evenly among 2 ranks"),
         (

@@ -88,6 +88,11 @@ class Pipeline(nn.Module):
         for part in self.parts:
             yield from part.named_parameters(*args, **kwargs)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As the whole model names them; every part stands in for the root."""
+        for part in self.parts:
+            yield from part.named_modules(*args, **kwargs)
+
     def counted_parameters(self) -> list[nn.Parameter]:
         """Parameters whose gradients belong into the global norm: a tied weight's second copy does not."""
         copy = self._tied.copy if self._tied else None
