@@ -27,18 +27,6 @@ _NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
 
 MISSING: tuple[Missing, ...] = (
     Missing(
-        "loss.chunks",
-        lambda p: p.mesh.pp > 1 and p.loss.chunks > 1,
-        "the chunked loss in a pipeline",
-        "set loss.chunks to 1",
-    ),
-    Missing(
-        "model.tied",
-        lambda p: p.model.tied and p.mesh.pp > 1 and p.pipeline.stages[0].pp_rank == p.pipeline.stages[-1].pp_rank,
-        "tied weights when one rank holds the first and the last stage",
-        "use a schedule that lays stages in a loop, e.g. 1F1B",
-    ),
-    Missing(
         "fsdp.strategy",
         lambda p: p.fsdp.strategy == "ddp" and bool(mixtures(p.model)) and p.mesh.efsdp > 1,
         "DDP with experts that tensor ranks share (ep x etp below tp)",
@@ -49,6 +37,18 @@ MISSING: tuple[Missing, ...] = (
         lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",
         "token dispatch by DeepEP or HybridEP",
         "use `standard`",
+    ),
+    Missing(
+        "loss.chunks",
+        lambda p: p.mesh.pp > 1 and p.loss.chunks > 1,
+        "the chunked loss in a pipeline",
+        "set loss.chunks to 1",
+    ),
+    Missing(
+        "model.tied",
+        lambda p: p.model.tied and p.mesh.pp > 1 and p.pipeline.stages[0].pp_rank == p.pipeline.stages[-1].pp_rank,
+        "tied weights when one rank holds the first and the last stage",
+        "use a schedule that lays stages in a loop, e.g. 1F1B",
     ),
     Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
     Missing("float8.recipe", lambda p: p.float8.recipe is not None, "Float8 training", "use `float8: none`"),

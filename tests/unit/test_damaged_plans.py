@@ -19,8 +19,8 @@ from .builders import MOE, PIPELINE, TINY, compile_text
 
 TINY_PLAN = compile_text(TINY)
 PIPELINE_PLAN = compile_text(PIPELINE)
-TIED_PLAN = compile_text(TINY.replace("flavor: debug", "flavor: debug, overrides: {tied: true}"))
 MOE_PLAN = compile_text(MOE)
+TIED_PLAN = compile_text(TINY.replace("flavor: debug", "flavor: debug, overrides: {tied: true}"))
 
 Edit = Callable[[dict[str, Any]], Any]
 
