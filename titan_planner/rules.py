@@ -34,6 +34,7 @@ SPEC_ADDRESSES: tuple[tuple[str, str], ...] = (
     ("pipeline", "parallelism"),
     ("layers", "parallelism.module_fqns_per_model_part"),
     ("fsdp.strategy", "parallelism.data_parallel_strategy"),
+    ("fsdp.cpu_offload", "training.enable_cpu_offload"),
     ("fsdp.units", "parallelism.fsdp_reshard_after_forward"),
     ("tensor_parallel.sequence_parallel", "parallelism.enable_sequence_parallel"),
     ("tensor_parallel.loss_parallel", "parallelism.disable_loss_parallel"),
@@ -96,6 +97,13 @@ def _float8(spec: Spec, model: Model | None, cluster: Cluster | None) -> Iterato
             "float8.enable_fsdp_float8_all_gather",
             rule="float8-hardware",
             hint="use `recipe: tensorwise`, or turn the all-gather off",
+        )
+    if asked.enable_fsdp_float8_all_gather and spec.request().parallelism.data_parallel_strategy == "ddp":
+        yield Complaint(
+            "the strategy ddp gathers no weights, so none can be gathered in Float8",
+            "float8.enable_fsdp_float8_all_gather",
+            rule="float8-all-gather",
+            hint="use the strategy fsdp, or turn the all-gather off",
         )
     if asked.precompute_float8_dynamic_scale_for_fsdp and not asked.enable_fsdp_float8_all_gather:
         yield Complaint(

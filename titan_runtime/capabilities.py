@@ -23,8 +23,6 @@ class Missing:
     instead: str
 
 
-_NO_PARALLEL = "set the degree to 1 in the spec and compile it anew"
-
 MISSING: tuple[Missing, ...] = (
     Missing(
         "fsdp.strategy",
@@ -50,14 +48,11 @@ MISSING: tuple[Missing, ...] = (
         "tied weights when one rank holds the first and the last stage",
         "use a schedule that lays stages in a loop, e.g. 1F1B",
     ),
-    Missing("fsdp.cpu_offload", lambda p: p.fsdp.cpu_offload, "parameters in host memory", "turn cpu_offload off"),
-    Missing("float8.recipe", lambda p: p.float8.recipe is not None, "Float8 training", "use `float8: none`"),
-    Missing("loss.z_loss", lambda p: p.loss.z_loss != 0, "the z-loss", "set z_loss to 0"),
     Missing(
-        "optimizer.state_dtype",
-        lambda p: p.optimizer.state_dtype != p.dtype,
-        "optimizer moments in another dtype than the parameters",
-        "use the dtype of the parameters for the moments",
+        "float8.enable_fsdp_float8_all_gather",
+        lambda p: p.mesh.tp > 1 and p.float8.enable_fsdp_float8_all_gather,
+        "the Float8 all-gather under tensor parallelism",
+        "turn the all-gather off",
     ),
     Missing(
         "activation_checkpoint.policies",
@@ -83,14 +78,6 @@ MISSING: tuple[Missing, ...] = (
         "a final checkpoint in Hugging Face's format",
         "turn last_save_in_hf off",
     ),
-    Missing("job.metrics.enable_wandb", lambda p: p.job.metrics.enable_wandb, "Weights & Biases", "use TensorBoard"),
-    Missing(
-        "job.profiling.enable_memory_snapshot",
-        lambda p: p.job.profiling.enable_memory_snapshot,
-        "memory snapshots",
-        "turn enable_memory_snapshot off",
-    ),
-    Missing("job.validation.enable", lambda p: p.job.validation.enable, "validation during training", "turn it off"),
 )
 
 

@@ -24,13 +24,15 @@ def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = 
     # Gradients spread in the same way share their all-reduces. A key is the process groups to sum over, one per sharded
     # dim.
     spread: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    device = None
+    device: torch.device | None = None
+    device_of_mesh: str | None = None
     for gradient in gradients:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
             if any(isinstance(placement, Partial) for placement in gradient.placements):
                 raise ValueError(f"a gradient is not reduced yet: its placements are {gradient.placements}")
             mesh = gradient.device_mesh
+            device_of_mesh = mesh.device_type
             groups = tuple(
                 mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()
             )
@@ -47,9 +49,11 @@ def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = 
         )
         # A rank may hold no element at all; it still takes part in the sum.
         squares = torch.stack(norms).double().square().sum() if norms else torch.zeros_like(total)
+        # Gradients that live in host memory are summed where their mesh communicates.
+        squares = squares.to(device_of_mesh) if device_of_mesh is not None else squares
         for group in groups:
             dist.all_reduce(squares, group=group)
-        total += squares
+        total = total.to(squares.device) + squares
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
@@ -63,4 +67,6 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     # Multiplying by one when there is nothing to clip costs less than asking the device whether there is.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    torch._foreach_mul_([t for t in local if t.numel()], factor.float())
+    held = [t for t in local if t.numel()]
+    if held:
+        torch._foreach_mul_(held, factor.float().to(held[0].device))

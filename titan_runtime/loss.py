@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,25 +30,52 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def loss_function(plan: Plan, world: DeviceMesh) -> Loss:
-    """The plan's loss, (logits, labels) -> a sum over this rank's tokens; with loss parallel, logits are this rank's part."""
+    """The plan's loss, (logits, labels) -> a sum over this rank's tokens; with loss parallel, logits are this rank's part.
+
+    The z-loss, `plan.loss.z_loss` * sum over valid tokens of logsumexp(logits)^2, bends the gradient and not the value: the
+    loss that a run reports stays the cross-entropy, comparable with validation and with runs of another weight.
+    """
+    weight = plan.loss.z_loss
     if plan.mesh.tp == 1 or not plan.tensor_parallel.loss_parallel:
-        return cross_entropy_sum
+        return with_z_loss(weight) if weight else cross_entropy_sum
     ranks = ranks_of(world["tp"])
 
     def sharded(logits: Tensor, labels: Tensor) -> Tensor:
-        return sharded_cross_entropy_sum(logits, labels, ranks)
+        return sharded_cross_entropy_sum(logits, labels, ranks, weight)
 
     return sharded
 
 
-def sharded_cross_entropy_sum(logits: Tensor, labels: Tensor, ranks: Ranks) -> Tensor:
+def measured_loss(plan: Plan, world: DeviceMesh) -> Loss:
+    """The plan's loss without what only bends gradients: for validation."""
+    return loss_function(replace(plan, loss=replace(plan.loss, z_loss=0.0)), world)
+
+
+def with_z_loss(weight: float) -> Loss:
+    """`cross_entropy_sum` with the gradient of the z-loss added."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        penalty = z_loss(logits.float().logsumexp(dim=-1), labels, weight)
+        return cross_entropy_sum(logits, labels) + penalty
+
+    return loss
+
+
+def z_loss(log_sums: Tensor, labels: Tensor, weight: float) -> Tensor:
+    """Zero, with the gradient of weight * sum over valid labels of log_sums^2."""
+    penalty = weight * torch.where(labels != IGNORE, log_sums.square(), 0.0).sum()
+    return penalty - penalty.detach()
+
+
+def sharded_cross_entropy_sum(logits: Tensor, labels: Tensor, ranks: Ranks, z_weight: float = 0.0) -> Tensor:
     """`cross_entropy_sum` of logits of which each of `ranks` holds a part of the vocabulary; the same on all of them.
 
     Only three numbers a token cross between ranks, where gathered logits would be the whole vocabulary.
     """
     wanted = labels.flatten()
-    each, _ = ShardedCrossEntropy.apply(logits.flatten(0, 1), wanted, ranks)
-    return torch.where(wanted != IGNORE, each, 0.0).sum()
+    each, log_sums = ShardedCrossEntropy.apply(logits.flatten(0, 1), wanted, ranks)
+    total = torch.where(wanted != IGNORE, each, 0.0).sum()
+    return total + z_loss(log_sums, wanted, z_weight) if z_weight else total
 
 
 class ShardedCrossEntropy(Function):

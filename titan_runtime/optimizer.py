@@ -1,16 +1,19 @@
-"""Adam and AdamW as the plan asks, with groups of parameters that have values of their own."""
+"""Adam, AdamW and Muon as the plan asks, with groups of parameters that have values of their own."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import assert_never
 
 import torch
 from torch import Tensor, nn
 
 from titan_planner.ir.job import Optimizer
+from titan_runtime.apply.fsdp import DTYPES
 from titan_runtime.errors import RunError
+from titan_runtime.update_rules import WIDE_ELEMENTS, ShardedMuon, Together, WideAdam, fill_state
 
 
 def group_parameters(fqns: Iterable[str], optimizer: Optimizer) -> dict[int, list[str]]:
@@ -46,8 +49,13 @@ def group_parameters(fqns: Iterable[str], optimizer: Optimizer) -> dict[int, lis
     return claimed
 
 
-def build_optimizer(module: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer over all parameters of `module`. Each group carries `lr_scale`, which `set_lr` multiplies in."""
+def build_optimizer(
+    module: nn.Module, optimizer: Optimizer, muon: frozenset[str] = frozenset()
+) -> torch.optim.Optimizer:
+    """The optimizer over all parameters of `module`. Each group carries `lr_scale`, which `set_lr` multiplies in.
+
+    `muon` are the parameters that Muon takes where the plan names it; AdamW takes all others.
+    """
     named = dict(module.named_parameters())
     groups = []
     for index, fqns in group_parameters(named, optimizer).items():
@@ -55,25 +63,43 @@ def build_optimizer(module: nn.Module, optimizer: Optimizer) -> torch.optim.Opti
             continue
         own = optimizer.param_groups[index] if index >= 0 else None
         decay = optimizer.weight_decay if own is None or own.weight_decay is None else own.weight_decay
-        groups.append(
-            {
-                "params": [named[fqn] for fqn in fqns],
-                "lr_scale": 1.0 if own is None else own.lr_scale,
-                "weight_decay": decay,
-            }
+        for matrices in (False, True):
+            members = [fqn for fqn in fqns if (optimizer.name == "Muon" and fqn in muon) is matrices]
+            if members:
+                groups.append(
+                    {
+                        "params": [named[fqn] for fqn in members],
+                        "lr_scale": 1.0 if own is None else own.lr_scale,
+                        "weight_decay": decay,
+                        "muon": matrices,
+                    }
+                )
+    dtype = DTYPES[optimizer.state_dtype]
+    if any(parameter.dtype is not dtype for parameter in named.values()):
+        # torch keeps moments in the parameters' dtype.
+        adam: Callable[..., torch.optim.Optimizer] = partial(
+            WideAdam,
+            state_dtype=dtype,
+            decoupled=optimizer.name != "Adam",
+            bucket_elements=WIDE_ELEMENTS if optimizer.implementation == "foreach" else 0,
         )
-    values = {
-        "lr": optimizer.lr,
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.eps,
-        "fused": optimizer.implementation == "fused",
-        "foreach": optimizer.implementation == "foreach",
-    }
+    else:
+        adam = partial(
+            torch.optim.Adam if optimizer.name == "Adam" else torch.optim.AdamW,
+            fused=optimizer.implementation == "fused",
+            foreach=optimizer.implementation == "foreach",
+        )
+    adam = partial(adam, lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
     match optimizer.name:
-        case "AdamW":
-            return torch.optim.AdamW(groups, **values)
-        case "Adam":
-            return torch.optim.Adam(groups, **values)
+        case "AdamW" | "Adam":
+            return adam(groups)
+        case "Muon":
+            matrices_ = [group for group in groups if group["muon"]]
+            others = [group for group in groups if not group["muon"]]
+            parts = [ShardedMuon(matrices_, lr=optimizer.lr, momentum=optimizer.beta1, state_dtype=dtype)] * bool(
+                matrices_
+            )
+            return Together(*parts, *([adam(others)] if others else []))
         case _:
             assert_never(optimizer.name)
 
@@ -90,15 +116,11 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     Hyperparameters are not in it: they come from the plan, and the learning rate from the step.
     """
     found: dict[str, Tensor] = {}
-    fused = {id(p): bool(group["fused"]) for group in optimizer.param_groups for p in group["params"]}
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for fqn, parameter in module.named_parameters():
         state = optimizer.state[parameter]
         if not state:
-            # As Adam does in its first step; a fused Adam keeps the step count on the parameter's device.
-            device = parameter.device if fused[id(parameter)] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            fill_state(state, parameter, group_of[id(parameter)])
         for name, value in state.items():
             found[f"{fqn}.{name}"] = value
     return found

@@ -21,15 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--dump-folder", metavar="DIR", help="root of everything the run writes")
     job.add_argument("--log-freq", type=int, metavar="N", help="steps between log lines")
     job.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, help="write TensorBoard scalars")
+    job.add_argument("--wandb", action=argparse.BooleanOptionalAction, help="also log to Weights & Biases")
     job.add_argument(
         "--checkpoint", action=argparse.BooleanOptionalAction, help="save checkpoints and resume from them"
     )
     job.add_argument("--checkpoint-interval", type=int, metavar="N", help="steps between checkpoints")
     job.add_argument("--keep-latest-k", type=int, metavar="K", help="checkpoints kept; 0 keeps all")
     job.add_argument("--load-step", type=int, metavar="N", help="resume from this step; -1 is the latest")
+    job.add_argument(
+        "--validation", action=argparse.BooleanOptionalAction, help="measure the loss on the held-out text"
+    )
     job.add_argument("--profile", action=argparse.BooleanOptionalAction, help="record torch.profiler traces")
     data = parser.add_argument_group("where things are")
     data.add_argument("--data-path", metavar="PATH", help="file or folder of the training text")
+    data.add_argument("--validation-path", metavar="PATH", help="file or folder of the held-out text")
     data.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or a folder with one")
     parser.add_argument(
         "--accept-changes",
@@ -50,10 +55,15 @@ def apply_overrides(plan: Plan, arguments: argparse.Namespace) -> Plan:
             keep_latest_k="keep_latest_k",
             load_step="load_step",
         )
-        metrics = _replace(plan.job.metrics, changes, log_freq="log_freq", tensorboard="enable_tensorboard")
+        metrics = _replace(
+            plan.job.metrics, changes, log_freq="log_freq", tensorboard="enable_tensorboard", wandb="enable_wandb"
+        )
         profiling = _replace(plan.job.profiling, changes, profile="enable_profiling")
         job = _replace(plan.job, changes, steps="steps", dump_folder="dump_folder")
-        job = replace(job, checkpoint=checkpoint, metrics=metrics, profiling=profiling)
+        validation = _replace(plan.job.validation, changes, validation="enable", validation_path="path")
+        job = replace(job, checkpoint=checkpoint, metrics=metrics, profiling=profiling, validation=validation)
+        if validation.enable and validation.path is None:
+            raise RunError("validation is on, but names no text", hint="add --validation-path PATH")
         changed = replace(plan, job=job, data=_replace(plan.data, changes, data_path="path", tokenizer="tokenizer"))
     except InvariantError as error:
         raise RunError(f"on the command line: {error.message}", hint=error.hint) from None

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from titan_planner.ir.plan import Plan
@@ -43,12 +44,18 @@ def local_report(plan: Plan, path: str, digest: str, world_size: int, local_rank
     import torch
 
     from titan_runtime import version
+    from titan_runtime.apply.float8 import float8_problems
 
     problems = wrong_world_size(plan, path, world_size)
     warnings: list[str] = []
     if not problems:
         problems += unsupported(plan)
         problems += _device_problems(plan, local_rank, torch.cuda.is_available, torch.cuda.device_count)
+        problems += _package_problems(plan, find_spec)
+        if not problems:
+            on_gpu = plan.cluster.gpu.device == "cuda"
+            capability = torch.cuda.get_device_capability(local_rank) if on_gpu else None
+            problems += float8_problems(plan, find_spec("torchao") is not None, capability)
         if not problems and plan.cluster.gpu.device == "cuda":
             gib = torch.cuda.get_device_properties(local_rank).total_memory / 2**30
             warnings += memory_warnings(plan, gib)
@@ -82,6 +89,16 @@ def _device_problems(
             f"    try: start at most {device_count()} ranks on each node, one a GPU"
         ]
     return []
+
+
+def _package_problems(plan: Plan, find: Callable[[str], object | None]) -> list[str]:
+    """Packages that the plan needs, that are no dependency of Titan, and that `find` does not find."""
+    if not plan.job.metrics.enable_wandb or find("wandb") is not None:
+        return []
+    return [
+        "the plan logs to Weights & Biases, but the package wandb is not installed\n"
+        "    try: pip install wandb, or start with --no-wandb"
+    ]
 
 
 def memory_warnings(plan: Plan, device_gib: float) -> list[str]:

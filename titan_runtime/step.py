@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_planner.ir.plan import Plan
+from titan_runtime.apply.float8 import after_update
 from titan_runtime.apply.fsdp import set_last_microbatch
 from titan_runtime.apply.pipeline import Pipeline
 from titan_runtime.clip import clip_, global_norm
@@ -22,7 +23,13 @@ from titan_runtime.modules.output import Loss
 from titan_runtime.optimizer import set_lr
 
 
-def _loss(plan: Plan, module: nn.Module, loss: Loss, tokens: Tensor, labels: Tensor) -> Tensor:
+def batch_loss(plan: Plan, module: nn.Module, loss: Loss, tokens: Tensor, labels: Tensor) -> Tensor:
+    """`loss` of `module` on one microbatch, summed over its tokens, in the plan's chunks.
+
+    A pipeline gives no gradients here (its schedule makes them), and zero on ranks that lack the last stage.
+    """
+    if isinstance(module, Pipeline):
+        return module.evaluate(loss, tokens, labels)
     if plan.loss.chunks == 1:
         return loss(module(tokens), labels)
     return module(tokens, labels, loss, plan.loss.chunks)
@@ -40,7 +47,7 @@ def _forward_backward(
     total = torch.zeros((), dtype=torch.float32, device=device)
     for number, (tokens, labels) in enumerate(microbatches, start=1):
         set_last_microbatch(module, plan.fsdp, last=number == len(microbatches))
-        share = _loss(plan, module, loss, tokens.to(device), labels.to(device)) / valid
+        share = batch_loss(plan, module, loss, tokens.to(device), labels.to(device)) / valid
         share.backward()
         total += share.detach()
     return total
@@ -104,4 +111,5 @@ def train_step(
     set_lr(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    after_update(module, plan)
     return StepResult(loss=mean_loss, grad_norm=grad_norm, lr=lr, experts=counts.report(loads))

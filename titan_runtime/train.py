@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from titan_planner.ir.inventory import muon_parameters
 from titan_planner.ir.plan import Plan
 from titan_runtime import distributed
 from titan_runtime.agreement import together
@@ -21,16 +23,17 @@ from titan_runtime.apply.compile import compiled_loss
 from titan_runtime.apply.context import shard_sequences
 from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
 from titan_runtime.checkpoint import Checkpointer
-from titan_runtime.data import DataLoader, open_stream
+from titan_runtime.data import DataLoader, PackedStream, open_stream
 from titan_runtime.errors import RunError
-from titan_runtime.loss import loss_function
+from titan_runtime.loss import loss_function, measured_loss
 from titan_runtime.mesh import build_mesh, data_group, data_rank
-from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog
+from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog, WandbWriter
 from titan_runtime.metrics.meter import predictions
 from titan_runtime.optimizer import build_optimizer
-from titan_runtime.profiling import profiler
+from titan_runtime.profiling import memory_snapshots, profiler
 from titan_runtime.signals import StopRequest, agree_on_flags
-from titan_runtime.step import train_step
+from titan_runtime.step import batch_loss, train_step
+from titan_runtime.validation import Validator
 
 _GC_STEPS = 50
 
@@ -58,10 +61,12 @@ def train(
 
     announce(console, plan)
     module = build_model(plan, world, device)
-    optimizer = build_optimizer(module, plan.optimizer)
+    optimizer = build_optimizer(module, plan.optimizer, muon_parameters(plan.model))
     loss = compiled_loss(loss_function(plan, world), plan)
     loader = together(lambda: open_data(plan, rank), "open the training data")
     group = data_group(world)
+    validator = Validator(plan, rank, partial(open_text, plan)) if plan.job.validation.enable else None
+    measure = partial(batch_loss, plan, module, compiled_loss(measured_loss(plan, world), plan))
     checkpoints = Checkpointer(
         plan,
         module,
@@ -82,9 +87,16 @@ def train(
 
     log = _open_log(plan, rank, progress.step)
     scalars = together(lambda: ScalarWriter(plan, rank, progress.step), "write TensorBoard scalars")
+    wandb = together(lambda: WandbWriter(plan, rank), "begin a run of Weights & Biases")
     meter, predicted = Meter(plan, device), predictions(plan)
     result = None
-    with StopRequest() as stop, loader, manual_gc() as collect, profiler(plan, rank, device, progress.step) as trace:
+    with (
+        StopRequest() as stop,
+        loader,
+        manual_gc() as collect,
+        profiler(plan, rank, device, progress.step) as trace,
+        memory_snapshots(plan, rank) as snapshot,
+    ):
         began_at = progress.step
         while progress.step < steps:
             microbatches = shard_sequences(loader.next_batch(), plan, rank)
@@ -105,12 +117,11 @@ def train(
             meter.step()
             if trace is not None:
                 trace.step()
+            snapshot(step)
             collect(step)
 
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
             more = result.experts.numbers() if result.experts else {}
-            if log is not None:
-                log.write(step=step, tokens_seen=progress.tokens_seen, **numbers, more=more)
             if step == began_at + 1 or step % plan.job.metrics.log_freq == 0 or step == steps:
                 measured = meter.measure(loader.wait_s)
                 seen = progress.tokens_seen
@@ -120,9 +131,25 @@ def train(
                         f"note: in step {step} expert capacity cut off {result.experts.dropped:,} choices of tokens"
                     )
                 scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers, more=more)
+                wandb.write(step, measured, tokens_seen=seen, **numbers, **more)
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
                 distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
+
+            if validator is not None and validator.due(step):
+                if validator.runs == 0:
+                    # It compiles and connects like a first step.
+                    distributed.set_timeout(timedelta(seconds=comm.init_timeout_seconds))
+                validation = validator.run(module, measure, device, group)
+                if validator.runs == 1:
+                    distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
+                meter.skip(validation.seconds)
+                console.validation(step, steps, validation.loss, validation.tokens, validation.seconds)
+                more = {**more, "validation_loss": validation.loss}
+                scalars.validation(step, validation.loss)
+                wandb.validation(step, validation.loss)
+            if log is not None:
+                log.write(step=step, tokens_seen=progress.tokens_seen, **numbers, more=more)
 
             # Signals and clocks differ between ranks, and all must save after the same step.
             signal, minutes_over = agree_on_flags(stop.signal, checkpoints.minutes_due() if rank == 0 else 0)
@@ -141,6 +168,7 @@ def train(
     if log is not None:
         log.close()
     scalars.close()
+    wandb.close()
     if signal:
         return 128 + signal
     say_done(console, plan, progress.step, result.loss if result else None)
@@ -170,20 +198,27 @@ def open_data(plan: Plan, rank: int) -> DataLoader:
         missing = "data.path" if data.path is None else "data.tokenizer"
         option = "--data-path" if data.path is None else "--tokenizer"
         raise RunError(f"`{missing}` is not set", hint=f"start with {option} PATH")
-    stream = open_stream(data.source, data.path, data.tokenizer, plan.batch.seq_len, data.text_field, data.add_bos)
+    return DataLoader(
+        open_text(plan, data.path),
+        global_batch_size=plan.batch.global_batch_size,
+        dp_rank=data_rank(plan.mesh, rank),
+        dp_degree=plan.mesh.dp,
+        local_batch_size=plan.batch.local_batch_size,
+    )
+
+
+def open_text(plan: Plan, path: str) -> PackedStream:
+    """The text at `path` as samples, read and cut as the plan's training data are."""
+    data = plan.data
+    assert data.tokenizer is not None
+    stream = open_stream(data.source, path, data.tokenizer, plan.batch.seq_len, data.text_field, data.add_bos)
     if stream.tokenizer.vocab_size > plan.model.vocab_size:
         raise RunError(
             f"the tokenizer {data.tokenizer} has ids up to {stream.tokenizer.vocab_size - 1}, "
             f"but the model's embedding has {plan.model.vocab_size} rows",
             hint=f"use the model's own tokenizer, or a vocab_size of at least {stream.tokenizer.vocab_size}",
         )
-    return DataLoader(
-        stream,
-        global_batch_size=plan.batch.global_batch_size,
-        dp_rank=data_rank(plan.mesh, rank),
-        dp_degree=plan.mesh.dp,
-        local_batch_size=plan.batch.local_batch_size,
-    )
+    return stream
 
 
 @contextmanager

@@ -85,6 +85,15 @@ def test_a_resumed_run_has_the_same_losses_digit_for_digit(straight: tuple[Path,
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
 
 
+def test_muon_with_bfloat16_moments_resumes_digit_for_digit(tmp_path: Path) -> None:
+    values = replace(plans.tiny_plan().optimizer, name="Muon", state_dtype="bfloat16", implementation="foreach")
+    whole, halves = (
+        [replace(saving_plan(tmp_path / name, steps=n, interval=2), optimizer=values) for n in steps]
+        for name, steps in (("whole", (4,)), ("halves", (2, 4)))
+    )
+    assert train_ranks(whole[0]) == [train_ranks(plan) for plan in halves][-1]
+
+
 def test_lines_of_steps_after_the_checkpoint_are_made_again(straight: tuple[Path, list], tmp_path: Path) -> None:
     train_ranks(saving_plan(tmp_path, steps=5, interval=2))
     shutil.rmtree(tmp_path / "checkpoint" / "step-5")

@@ -12,7 +12,7 @@ import torch
 
 from tests import plans
 from titan_planner.ir.plan import Estimate, Plan, StageMemory
-from titan_runtime.metrics import Console, Measurement, Meter, ScalarWriter, StepLog
+from titan_runtime.metrics import Console, Measurement, Meter, ScalarWriter, StepLog, WandbWriter
 from titan_runtime.metrics.console import speed_parts
 from titan_runtime.metrics.meter import predictions
 
@@ -159,3 +159,58 @@ def test_every_rank_writes_its_own_scalars_when_the_plan_says(tmp_path: Path) ->
     for rank in (0, 1):
         ScalarWriter(plan, rank, step=0).close()
     assert sorted(path.name for path in (tmp_path / "tb").iterdir()) == ["rank_0", "rank_1"]
+
+
+def test_wandb_is_told_what_the_log_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import SimpleNamespace
+
+    told: list[object] = []
+    run = SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: told.append(options) or run))
+    plan = estimated()
+    plan = replace(plan, job=replace(plan.job, metrics=replace(plan.job.metrics, enable_wandb=True)))
+    for writer in (WandbWriter(plan, rank=1), WandbWriter(estimated(), rank=0)):
+        writer.write(1, MEASURED, loss=3.0)
+        writer.close()
+    assert told == []
+    writer = WandbWriter(plan, rank=0)
+    writer.write(5, MEASURED, loss=3.0)
+    writer.validation(5, 3.5)
+    writer.close()
+    assert told[0]["name"] == plan.name
+    assert (told[1][0], told[1][1]["training/loss"]) == (5, 3.0)
+    assert told[1][1]["measured/step_time_ms"] == MEASURED.step_time_ms
+    assert told[2:] == [(5, {"validation/loss": 3.5}), "finished"]
+
+
+def test_memory_snapshots_are_written_on_time_and_when_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from titan_runtime.profiling import memory_snapshots
+
+    recording: list[object] = []
+    monkeypatch.setattr(
+        "torch.cuda.memory._record_memory_history", lambda enabled="all", **options: recording.append(enabled)
+    )
+    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    plan = plans.tiny_plan(job=plans.job(str(tmp_path)))
+    with memory_snapshots(plan, 0) as after:
+        after(4)
+    assert recording == []
+    profiling = replace(plan.job.profiling, enable_memory_snapshot=True)  # every 4 steps
+    plan = replace(plan, job=replace(plan.job, profiling=profiling))
+
+    def run() -> None:
+        with memory_snapshots(plan, 3) as after:
+            for step in range(1, 10):
+                after(step)
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
+    written = {path.parent.name for path in (tmp_path / "traces").rglob("rank-3.memory.pickle")}
+    assert written == {"step-4", "step-8", "out-of-memory"}
+    assert recording == ["all", None]

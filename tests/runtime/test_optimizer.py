@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import plans
-from titan_planner.ir.inventory import parameters
+from titan_planner.ir.inventory import muon_parameters, parameters
 from titan_planner.ir.job import Optimizer, ParamGroup
 from titan_runtime.errors import RunError
 from titan_runtime.init import initialise
@@ -90,3 +90,185 @@ def test_state_made_before_the_first_step_is_what_the_step_would_make() -> None:
     assert {tuple(name.rsplit(".", 1)[1] for name in made if name.startswith("norm.weight"))} == {
         ("step", "exp_avg", "exp_avg_sq")
     }
+
+
+# ------------------------------------------------------------------ moments of another dtype
+
+
+def with_gradients(module: torch.nn.Module, step: int) -> None:
+    for number, parameter in enumerate(module.parameters()):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 10.0 ** (
+            number % 5 - 4
+        )
+
+
+def filled(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    module = build(plans.tiny_model(), device="cpu", dtype=dtype)
+    initialise(module, plans.tiny_model(), seed=0)
+    return module
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_moments_are_rounded_when_stored_and_nowhere_else(
+    dtype: torch.dtype, name: str, implementation: str
+) -> None:
+    # bfloat16 parameters here have float32 moments, and the other way round.
+    kept = "bfloat16" if dtype is torch.float32 else "float32"
+    plan = replace(groups(("norm", 0.5, 0.0)), name=name, implementation=implementation, state_dtype=kept, beta2=0.99)
+    module = filled(dtype)
+    optimizer = build_optimizer(module, plan)
+    by_hand = {fqn: [p.detach().clone().double(), 0.0, 0.0] for fqn, p in module.named_parameters()}
+    for step in range(1, 4):
+        with_gradients(module, step)
+        set_lr(optimizer, 0.01)
+        optimizer.step()
+        for fqn, parameter in module.named_parameters():
+            weight, m, v = by_hand[fqn]
+            gradient, scale, decay = parameter.grad.double(), *((0.5, 0.0) if "norm" in fqn else (1.0, 0.1))
+            if name == "AdamW":
+                weight = weight * (1 - 0.01 * scale * decay)
+            else:
+                gradient = gradient + decay * weight
+            m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient**2
+            root = (v / (1 - 0.99**step)).sqrt() + 1e-8
+            weight = weight - 0.01 * scale / (1 - 0.9**step) * m / root
+            stored = torch.bfloat16 if kept == "bfloat16" else torch.float32
+            by_hand[fqn] = [weight.to(dtype).double(), m.float().to(stored).double(), v.float().to(stored).double()]
+    for fqn, parameter in module.named_parameters():
+        weight, m, _ = by_hand[fqn]
+        state = optimizer.state[parameter]
+        assert parameter.dtype is dtype
+        assert (
+            state["exp_avg"].dtype
+            is state["exp_avg_sq"].dtype
+            is (torch.bfloat16 if kept == "bfloat16" else torch.float32)
+        )
+        # Now and then a sum in float32 rounds to the neighbour in bfloat16.
+        loose = {"rtol": 2e-3, "atol": 2e-4} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 2e-3}
+        torch.testing.assert_close(parameter.detach().double(), weight, **loose, msg=fqn)
+        torch.testing.assert_close(state["exp_avg"].double(), m, rtol=1e-2, atol=1e-6, msg=fqn)
+
+
+def test_computing_wide_in_float32_is_torchs_adamw() -> None:
+    from titan_runtime.update_rules import WideAdam
+
+    ours, theirs = filled(), filled()
+    wide = WideAdam(ours.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32, decoupled=True)
+    wide.param_groups[0]["weight_decay"] = 0.1
+    exact = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(3):
+        for module, optimizer in ((ours, wide), (theirs, exact)):
+            with_gradients(module, step)
+            optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_buckets_change_nothing_and_hold_what_they_may() -> None:
+    from titan_runtime.update_rules import WideAdam, _buckets
+
+    results = []
+    for elements in (0, 3000, 1 << 25):
+        module = filled()
+        optimizer = WideAdam(
+            module.parameters(),
+            lr=0.01,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            state_dtype=torch.bfloat16,
+            decoupled=True,
+            bucket_elements=elements,
+        )
+        with_gradients(module, 1)
+        sizes = [sum(p.numel() for p in bucket) for bucket in _buckets(optimizer.param_groups[0])]
+        assert all(size <= max(elements, 2048 * 32) for size in sizes)
+        optimizer.step()
+        results.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+# ------------------------------------------------------------------ Muon
+
+MATRICES = muon_parameters(plans.tiny_model())
+
+
+def muon(**changes: object) -> Optimizer:
+    return replace(groups(("norm", 0.5, 0.0)), name="Muon", beta1=0.95, **changes)
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
+    assert {fqn.split(".", 2)[2] for fqn in MATRICES} == {
+        *(f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")),
+        *(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")),
+    }
+    module = filled()
+    optimizer = build_optimizer(module, muon(), MATRICES)
+    state = optimizer_state(module, optimizer)
+    assert {name.rsplit(".", 1)[0] for name in state if name.endswith("momentum_buffer")} == MATRICES
+    assert {name.rsplit(".", 1)[0] for name in state if name.endswith("exp_avg")} == set(FQNS) - MATRICES
+    with_gradients(module, 1)
+    set_lr(optimizer, 0.0)
+    before = {name: id(tensor) for name, tensor in state.items()}
+    optimizer.step()
+    assert {name: id(tensor) for name, tensor in optimizer_state(module, optimizer).items()} == before
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_muon_is_torchs_on_one_rank_bit_for_bit_and_on_shards_too() -> None:
+    from tests.harness import Rank, run_ranks
+
+    def stepped(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        for step in range(3):
+            for number, parameter in enumerate(module.parameters()):
+                generator = torch.Generator().manual_seed(100 * step + number)
+                gradient = torch.randn(parameter.shape, generator=generator)
+                if isinstance(parameter, DTensor):
+                    gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+                parameter.grad = gradient
+            set_lr(optimizer, 0.01)
+            optimizer.step()
+        return {
+            fqn: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for fqn, p in module.named_parameters()
+        }
+
+    reference = filled()
+    torchs = torch.optim.Muon(
+        [{"params": [p for fqn, p in reference.named_parameters() if fqn in MATRICES], "lr_scale": 1.0}],
+        lr=0.01,
+        momentum=0.95,
+        weight_decay=0.1,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    expected = stepped(reference, torchs)
+    module = filled()
+    found = stepped(module, build_optimizer(module, muon(implementation="for-loop"), MATRICES))
+    for fqn in MATRICES:
+        assert torch.equal(found[fqn], expected[fqn]), fqn
+    assert not torch.equal(found["output.weight"], expected["output.weight"])
+
+    def sharded(rank: Rank) -> bool:
+        from titan_runtime.apply import build_model
+        from titan_runtime.mesh import build_mesh
+
+        plan = plans.tiny_plan(plans.mesh(3, 1), total=3, seeds=replace(plans.tiny_plan().seeds, seed=0))
+        shards = build_model(plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+        ours = stepped(shards, build_optimizer(shards, muon(implementation="for-loop"), MATRICES))
+        return all(torch.equal(ours[fqn], expected[fqn]) for fqn in MATRICES)
+
+    assert run_ranks(sharded, 3) == [True] * 3
+
+
+def test_muons_momentum_may_be_bfloat16() -> None:
+    module = filled()
+    optimizer = build_optimizer(module, muon(state_dtype="bfloat16", implementation="foreach"), MATRICES)
+    with_gradients(module, 1)
+    optimizer.step()
+    state = optimizer_state(module, optimizer)
+    assert {t.dtype for name, t in state.items() if not name.endswith("step")} == {torch.bfloat16}

@@ -51,3 +51,12 @@ def test_switches_can_turn_things_off() -> None:
 def test_values_are_checked_as_in_a_plan(words: list[str], message: str) -> None:
     with pytest.raises(RunError, match=f"on the command line: {message}"):
         apply_overrides(plans.tiny_plan(), parsed(*words))
+
+
+def test_validation_can_be_pointed_elsewhere_and_needs_a_text() -> None:
+    plan = plans.tiny_plan()
+    changed = apply_overrides(plan, parsed("--validation", "--validation-path", "held_out", "--wandb"))
+    assert (changed.job.validation.enable, changed.job.validation.path) == (True, "held_out")
+    assert changed.job.metrics.enable_wandb
+    with pytest.raises(RunError, match="validation is on, but names no text"):
+        apply_overrides(plan, parsed("--validation"))

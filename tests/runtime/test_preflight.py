@@ -15,7 +15,14 @@ from titan_planner.ir.parallel import Stage
 from titan_planner.ir.plan import Plan
 from titan_runtime.capabilities import MISSING, unsupported
 from titan_runtime.errors import RunError
-from titan_runtime.preflight import Report, _device_problems, agree, memory_warnings, wrong_world_size
+from titan_runtime.preflight import (
+    Report,
+    _device_problems,
+    _package_problems,
+    agree,
+    memory_warnings,
+    wrong_world_size,
+)
 from titan_runtime.torchrun import torchrun_line
 
 GOOD = Report(digest="d" * 64, torch="2.13.0", titan="0.1.0")
@@ -109,6 +116,17 @@ def test_a_smaller_device_than_planned_is_a_warning() -> None:
     ]
 
 
+def test_wandb_is_asked_for_only_where_it_is_installed() -> None:
+    plan = plans.tiny_plan()
+    wanted = replace(plan, job=replace(plan.job, metrics=replace(plan.job.metrics, enable_wandb=True)))
+    assert _package_problems(plan, lambda name: None) == []
+    assert _package_problems(wanted, lambda name: object()) == []
+    assert _package_problems(wanted, lambda name: None) == [
+        "the plan logs to Weights & Biases, but the package wandb is not installed\n"
+        "    try: pip install wandb, or start with --no-wandb"
+    ]
+
+
 # ------------------------------------------------------------------ capabilities
 
 
@@ -129,25 +147,16 @@ def _asks_for(address: str) -> Plan:
 
     saving = plans.job("out", 10, enable=True).checkpoint
     match address.split(".", 1):
-        case ["mesh", axis]:
-            return replace(plan, mesh=replace(plan.mesh, **{axis: 2}))
         case ["fsdp", "strategy"]:
             plan = plans.tiny_plan(plans.mesh(1, tp=2), model=plans.tiny_moe_model())
             return replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=()))
-        case ["fsdp", field]:
-            return replace(plan, fsdp=replace(plan.fsdp, **{field: True}))
-        case ["float8", _]:
-            return replace(plan, float8=replace(plan.float8, recipe="rowwise"))
         case ["loss", "chunks"]:
-            return replace(plan, mesh=replace(plan.mesh, pp=2), loss=replace(plan.loss, chunks=2))
+            plan = plans.tiny_plan(plans.mesh(pp=2))
+            return replace(plan, loss=replace(plan.loss, chunks=2))
         case ["model", "tied"]:
-            stages = tuple(Stage(index=index, pp_rank=rank) for index, rank in enumerate((0, 1, 1, 0)))
             plan = plans.tiny_plan(plans.mesh(pp=2), model=plans.tiny_model(tied=True))
+            stages = tuple(Stage(index=index, pp_rank=rank) for index, rank in enumerate((0, 1, 1, 0)))
             return replace(plan, pipeline=replace(plan.pipeline, stages=stages))
-        case ["loss", _]:
-            return replace(plan, loss=replace(plan.loss, z_loss=1e-4))
-        case ["optimizer", _]:
-            return replace(plan, optimizer=replace(plan.optimizer, state_dtype="bfloat16"))
         case ["activation_checkpoint", _]:
             policies = (plans.NO_CHECKPOINT, budget("some", 0.5), budget("more", 0.7))
             names = ("none", "some", "more", "none", "none")
@@ -160,12 +169,9 @@ def _asks_for(address: str) -> Plan:
             return job(checkpoint=replace(saving, async_mode="async"))
         case ["job", "checkpoint.last_save_in_hf"]:
             return job(checkpoint=replace(saving, last_save_in_hf=True))
-        case ["job", "metrics.enable_wandb"]:
-            return job(metrics=replace(plan.job.metrics, enable_wandb=True))
-        case ["job", "profiling.enable_memory_snapshot"]:
-            return job(profiling=replace(plan.job.profiling, enable_memory_snapshot=True))
-        case ["job", "validation.enable"]:
-            return job(validation=replace(plan.job.validation, enable=True))
+        case ["float8", field]:
+            plan = plans.tiny_plan(plans.mesh(1, tp=2))
+            return replace(plan, float8=replace(plan.float8, recipe="tensorwise", **{field: True}))
         case ["expert_parallel", _]:
             plan = plans.tiny_plan(plans.mesh(2, ep=2), model=plans.tiny_moe_model())
             return replace(plan, expert_parallel=replace(plan.expert_parallel, comm_backend="deepep"))
@@ -180,7 +186,5 @@ def test_what_it_does_not_do_yet_it_refuses_by_address(address: str) -> None:
 
 
 def test_all_refusals_come_at_once() -> None:
-    plan = replace(
-        _asks_for("fsdp.cpu_offload"), loss=_asks_for("loss.z_loss").loss, data=_asks_for("data.source").data
-    )
-    assert [line.split("`")[1] for line in unsupported(plan)] == ["fsdp.cpu_offload", "loss.z_loss", "data.source"]
+    plan = replace(_asks_for("loss.chunks"), data=_asks_for("data.source").data)
+    assert [line.split("`")[1] for line in unsupported(plan)] == ["loss.chunks", "data.source"]

@@ -14,7 +14,7 @@ from tests.harness import Rank, run_ranks
 from titan_planner.ir.plan import Plan
 from titan_runtime.clip import clip_, global_norm
 from titan_runtime.errors import RunError
-from titan_runtime.loss import count_valid, cross_entropy_sum
+from titan_runtime.loss import count_valid, cross_entropy_sum, loss_function, with_z_loss
 
 
 def poisoned(rank: Rank, plan: Plan, where: str) -> tuple[str, bool]:
@@ -144,3 +144,26 @@ def test_a_zero_rate_scale_freezes_a_group() -> None:
     optimizer.step()
     for fqn, parameter in module.named_parameters():
         assert torch.equal(parameter, before[fqn]) == ("norm" in fqn), fqn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_z_loss_bends_the_gradient_and_not_the_value(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 3, 50, generator=generator)).to(dtype).requires_grad_()
+    labels = torch.tensor([[1, -100, 3], [4, 5, -100]])
+    loss = with_z_loss(0.3)
+    found = loss(logits, labels)
+    assert torch.equal(found, cross_entropy_sum(logits, labels))
+    (gradient,) = torch.autograd.grad(found, logits)
+    exact = logits.detach().double().requires_grad_()
+    valid = labels != -100
+    total = sum(
+        -exact[i, j].log_softmax(0)[labels[i, j]] + 0.3 * exact[i, j].logsumexp(0) ** 2 for i, j in valid.nonzero()
+    )
+    total.backward()
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
+    assert gradient[~valid].count_nonzero() == 0
+
+
+def test_without_a_weight_there_is_no_z_loss() -> None:
+    assert loss_function(plans.tiny_plan(), None) is cross_entropy_sum

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches
-from titan_planner.ir.inventory import Parameter, parameters
+from titan_planner.ir.inventory import Parameter, muon_parameters, parameters
 from titan_planner.ir.model import Block, Gqa, Moe, SwiGlu
 from titan_planner.ir.plan import Plan, StageMemory
 from titan_planner.schedules import microbatches_in_flight
@@ -33,6 +33,17 @@ def module_numel(plan: Plan) -> dict[str, int]:
     if plan.model.tied and plan.layers[0].stage != plan.layers[-1].stage:
         # The last stage needs its own copy of the tied weight.
         found["output"] = found["tok_embeddings"]
+    return found
+
+
+def _numel_with_one_moment(plan: Plan) -> dict[str, int]:
+    """Elements of every top-level module for which the optimizer keeps one moment and not two."""
+    found = {layer.fqn: 0 for layer in plan.layers}
+    if plan.optimizer.name == "Muon":
+        matrices = muon_parameters(plan.model)
+        for parameter in parameters(plan.model):
+            if parameter.fqn in matrices:
+                found[top_level(parameter)] += _local_numel(plan, parameter)
     return found
 
 
@@ -63,6 +74,8 @@ def top_level(parameter: Parameter) -> str:
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Memory of the fullest rank of each pipeline *rank*, reported at its first stage; GiB."""
     numel, sharded = module_numel(plan), sharded_numel(plan)
+    once = _numel_with_one_moment(plan)
+    shards = plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1
     # Equal layers cost the same, so activations are computed once per (kind of block, policy).
     cached: dict[tuple[int, str], float] = {}
     blocks = list(plan.model.layers())
@@ -89,7 +102,9 @@ def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
                 stage=stages[0],
                 parameters_gib=_gib(local * _BYTES[plan.dtype]),
                 gradients_gib=_gib(local * _BYTES[plan.dtype]),
-                optimizer_gib=_gib(local * 2 * _BYTES[plan.optimizer.state_dtype]),
+                optimizer_gib=_gib(
+                    (2 * local - sum(once[layer.fqn] for layer in layers) / shards) * _BYTES[plan.optimizer.state_dtype]
+                ),
                 unsharded_gib=_gib(_unsharded_bytes(plan, [layer.fqn for layer in layers], numel)),
                 activations_gib=_gib(activations * held + _working_bytes(plan, blocks)),
                 logits_gib=_gib(_logit_bytes(plan) if any(layer.fqn == "output" for layer in layers) else 0.0),

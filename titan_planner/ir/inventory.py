@@ -165,6 +165,14 @@ def num_params(model: Model) -> int:
 
 
 @functools.lru_cache(maxsize=16)
+def muon_parameters(model: Model) -> frozenset[str]:
+    """FQNs of the parameters that Muon takes: matrices between hidden states. Embedding, output, norms are AdamW's."""
+    return frozenset(
+        p.fqn for p in parameters(model) if len(p.shape) == 2 and "vocab" not in p.axes and not is_router(p.module)
+    )
+
+
+@functools.lru_cache(maxsize=16)
 def num_active_params(model: Model) -> int:
     """Trained elements that one token meets: of the routed experts only the `top_k` that it goes to."""
     idle = 0

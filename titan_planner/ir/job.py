@@ -39,11 +39,11 @@ class ParamGroup:
 
 @record
 class Optimizer:
-    """The optimizer, with the seed's fields."""
+    """The optimizer, with the seed's fields. Muon takes the matrices of blocks, and AdamW everything else."""
 
-    name: Annotated[Literal["AdamW", "Adam"], Field("Optimizer.")]
+    name: Annotated[Literal["AdamW", "Adam", "Muon"], Field("Optimizer.")]
     lr: Annotated[float, Field("Peak learning rate.", gt=0)]
-    beta1: Annotated[float, Field("First-moment decay.", ge=0, lt=1)]
+    beta1: Annotated[float, Field("First-moment decay; for Muon's matrices its momentum.", ge=0, lt=1)]
     beta2: Annotated[float, Field("Second-moment decay.", ge=0, lt=1)]
     eps: Annotated[float, Field("Added to the root of the second moment.", gt=0)]
     weight_decay: Annotated[float, Field("Weight decay (decoupled for AdamW).", ge=0)]
@@ -163,7 +163,7 @@ class Validation:
         str | None, Field("File or folder of the held-out text; the kind of source is the training data's.")
     ]
     freq: Annotated[int, Field("Steps between validations.", ge=1)]
-    steps: Annotated[int, Field("Batches per validation; -1 for one pass over the text.", ge=-1)]
+    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1)]
 
 
 @record

@@ -176,9 +176,11 @@ class ParamGroupSpec:
 class OptimizerSpec:
     """The optimizer."""
 
-    name: Annotated[Literal["AdamW", "Adam"], Field("Optimizer.")] = "AdamW"
+    name: Annotated[
+        Literal["AdamW", "Adam", "Muon"], Field("Optimizer; Muon takes the matrices of blocks, AdamW the rest.")
+    ] = "AdamW"
     lr: Annotated[float, Field("Peak learning rate.", gt=0)] = 8e-4
-    beta1: Annotated[float, Field("First-moment decay.", ge=0, lt=1)] = 0.9
+    beta1: Annotated[float, Field("First-moment decay; for Muon's matrices its momentum.", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field("Second-moment decay.", ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field("Added to the root of the second moment.", gt=0)] = 1e-8
     weight_decay: Annotated[float, Field("Weight decay.", ge=0)] = 0.1
@@ -419,7 +421,7 @@ class ValidationSpec:
     enable: Annotated[bool, Field("Validate at all.")] = False
     path: Annotated[str | None, Field("File or folder of the held-out text.")] = None
     freq: Annotated[int, Field("Steps between validations.", ge=1)] = 10
-    steps: Annotated[int, Field("Batches; -1 for one pass.", ge=-1)] = -1
+    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1)] = -1
 
 
 @record

@@ -601,6 +601,22 @@ def _units(plan: Plan) -> Iterator[Violation]:
             )
 
 
+@_rule("fsdp-offload", "Only FSDP on GPUs keeps parameters in host memory.")
+def _offload(plan: Plan) -> Iterator[Violation]:
+    if not plan.fsdp.cpu_offload:
+        return
+    if plan.cluster.gpu.device == "cpu":
+        yield Violation(
+            "fsdp.cpu_offload", "parameters of a CPU cluster are in host memory already", "turn the CPU offload off"
+        )
+    elif plan.fsdp.strategy != "fsdp":
+        yield Violation(
+            "fsdp.cpu_offload",
+            f"the strategy {plan.fsdp.strategy} keeps every parameter on the GPU",
+            "turn the CPU offload off, or use the strategy fsdp",
+        )
+
+
 @_rule("fsdp-tied", "A tied embedding and output share one FSDP unit, or both belong to the root.")
 def _tied_units(plan: Plan) -> Iterator[Violation]:
     if not plan.model.tied or plan.layers[0].stage != plan.layers[-1].stage:
@@ -702,12 +718,13 @@ def _float8_hardware(plan: Plan) -> Iterator[Violation]:
 
 @_rule(
     "float8-linears",
-    "Float8 lists name existing linears, each either converted or skipped, with dims that are multiples of 16.",
+    "Float8 lists name existing linears, each either converted or skipped, with dims that are multiples of 16 (MXFP8: 32).",
 )
 def _float8_linears(plan: Plan) -> Iterator[Violation]:
     if plan.float8.recipe is None:
         return
     linears = linear_modules(plan.model)
+    name, block = ("MXFP8", 32) if plan.float8.recipe == "mxfp8" else ("Float8", 16)
     converted: set[str] = set()
     for index, selector in enumerate(plan.float8.converted):
         found = select(selector, linears)
@@ -725,10 +742,10 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
                 )
                 break
             out_features, in_features = linears[module]
-            if out_features % 16 or in_features % 16:
+            if out_features % block or in_features % block:
                 yield Violation(
                     f"float8.converted[{index}]",
-                    f"`{module}` is {out_features} x {in_features}, but Float8 needs multiples of 16",
+                    f"`{module}` is {out_features} x {in_features}, but {name} needs multiples of {block}",
                     f"move `{selector}` to skipped",
                 )
                 break
@@ -745,6 +762,69 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
             yield Violation(
                 f"float8.skipped[{index}]", f"`{both[0]}` is both converted and skipped", "keep it in one list"
             )
+
+
+@_rule(
+    "float8-tokens",
+    "Float8 matmuls run over tokens in multiples of 16 (MXFP8: 32), as their kernels do; not if emulated.",
+)
+def _float8_tokens(plan: Plan) -> Iterator[Violation]:
+    float8 = plan.float8
+    if float8.recipe is None or float8.emulate or not float8.converted:
+        return
+    name, block = ("MXFP8", 32) if float8.recipe == "mxfp8" else ("Float8", 16)
+    tokens = plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
+    if "output" in float8.converted and tokens % (block * plan.loss.chunks):
+        yield Violation(
+            "float8.converted",
+            f"`output` sees {tokens} tokens in {plan.loss.chunks} chunks, but {name} needs multiples of {block} in each",
+            "move `output` to skipped, or use fewer chunks",
+        )
+    elif tokens % block:
+        yield Violation(
+            "batch.microbatch_size",
+            f"a rank's microbatch has {tokens} tokens, but {name} needs a multiple of {block}",
+            f"use a sequence length that is a multiple of {block * plan.mesh.cp}",
+        )
+
+
+def float8_all_gather_obstacle(plan: Plan, fqn: str, out_features: int) -> str | None:
+    """Why FSDP cannot gather the weight of the linear `fqn` in Float8, or None."""
+    if fqn == "output" and plan.model.tied:
+        return "its weight is the embedding's, which is needed in high precision"
+    rows = out_features
+    if any(row.axis == "tp" and row.weight == "S(0)" and select(row.module, (fqn,)) for row in plan.sharding):
+        rows //= plan.mesh.tp
+    if rows % plan.mesh.fsdp:
+        # torch 2.13 and torchao 0.18 send shards of unequal size without padding, and gloo aborts the process.
+        return f"its {rows} rows do not divide over the {plan.mesh.fsdp} ranks that shard them"
+    return None
+
+
+@_rule(
+    "float8-all-gather", "The Float8 all-gather is FSDP's, of weights that it cuts evenly and that nothing else reads."
+)
+def _float8_all_gather(plan: Plan) -> Iterator[Violation]:
+    if not plan.float8.enable_fsdp_float8_all_gather:
+        return
+    if plan.fsdp.strategy != "fsdp":
+        yield Violation(
+            "float8.enable_fsdp_float8_all_gather",
+            f"the strategy {plan.fsdp.strategy} gathers no weights, so none can be gathered in Float8",
+            "turn the all-gather off, or use the strategy fsdp",
+        )
+        return
+    linears = linear_modules(plan.model)
+    for index, selector in enumerate(plan.float8.converted):
+        for fqn in select(selector, linears):
+            obstacle = float8_all_gather_obstacle(plan, fqn, linears[fqn][0])
+            if obstacle is not None:
+                yield Violation(
+                    f"float8.converted[{index}]",
+                    f"`{fqn}` cannot be gathered in Float8: {obstacle}",
+                    f"move `{selector}` to skipped, or turn the all-gather off",
+                )
+                break
 
 
 @_rule("loss-chunks", "The loss's chunks divide the local sequence.")
@@ -773,6 +853,33 @@ def _groups(plan: Plan) -> Iterator[Violation]:
         if not any(pattern.search(name) for name in names):
             yield Violation(
                 at, f"`{group.pattern}` matches no parameter", "names look like `layers.0.attention_norm.weight`"
+            )
+
+
+_BF16_ROUNDING = 2.0**-8
+"""A bfloat16 number that changes by less than this part of itself may round back to what it was."""
+
+
+@_rule(
+    "optimizer-state", "Moments in another dtype than the parameters' are not fused, and bfloat16 moments can decay."
+)
+def _optimizer_state(plan: Plan) -> Iterator[Violation]:
+    optimizer = plan.optimizer
+    if optimizer.state_dtype != plan.dtype and optimizer.implementation == "fused":
+        yield Violation(
+            "optimizer.implementation",
+            f"the fused optimizer keeps moments in the parameters' {plan.dtype}, not in {optimizer.state_dtype}",
+            f"use the implementation foreach, or the state_dtype {plan.dtype}",
+        )
+    if optimizer.state_dtype != "bfloat16":
+        return
+    for name in ("beta1", "beta2"):
+        beta = getattr(optimizer, name)
+        if beta > 1 - _BF16_ROUNDING:
+            yield Violation(
+                f"optimizer.{name}",
+                f"a bfloat16 moment that decays by 1 - {beta:g} = {1 - beta:.2g} of itself rounds back to what it was",
+                f"use a {name} of at most {1 - _BF16_ROUNDING:.3f}, or the state_dtype float32",
             )
 
 
@@ -812,11 +919,25 @@ def _paths(plan: Plan) -> Iterator[Violation]:
             yield Violation(address, f"{value!r} is not a path", "name a file or folder")
 
 
-@_rule("job-validation", "Validation names a held-out text.")
+@_rule("job-validation", "Validation names a held-out text, and takes at least one batch of it.")
 def _validation(plan: Plan) -> Iterator[Violation]:
     if plan.job.validation.enable and plan.job.validation.path is None:
         yield Violation(
             "job.validation.path", "validation is on, but names no text", "set validation.path, or turn it off"
+        )
+    if plan.job.validation.enable and plan.job.validation.steps == 0:
+        yield Violation(
+            "job.validation.steps", "validation takes 0 batches", "use a number of batches, or -1 for the whole text"
+        )
+
+
+@_rule("job-memory-snapshot", "Memory snapshots are recorded on CUDA.")
+def _memory_snapshot(plan: Plan) -> Iterator[Violation]:
+    if plan.job.profiling.enable_memory_snapshot and plan.cluster.gpu.device != "cuda":
+        yield Violation(
+            "job.profiling.enable_memory_snapshot",
+            f"memory snapshots are of CUDA's allocator, but the cluster's device is {plan.cluster.gpu.device}",
+            "turn enable_memory_snapshot off",
         )
 
 
@@ -834,4 +955,4 @@ def rule(rule_id: str) -> Rule | None:
     return next((entry for entry in RULES if entry.id == rule_id), None)
 
 
-__all__ = ["RULES", "Rule", "Violation", "divisors", "rule"]
+__all__ = ["RULES", "Rule", "Violation", "divisors", "float8_all_gather_obstacle", "rule"]

@@ -9,6 +9,7 @@ from titan_planner.ir.execution import SkippedLinear
 from titan_planner.ir.fqn import ALIASES, fold
 from titan_planner.ir.inventory import is_router, linear_modules, parameters
 from titan_planner.ir.plan import Plan
+from titan_planner.ir.rules import float8_all_gather_obstacle
 from titan_planner.passes.context import Context
 from titan_planner.sharding import local_shape
 
@@ -34,12 +35,21 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
         recipe = "tensorwise"
     auto = asked.recipe == "auto" or AUTO_FILTER in asked.filter_fqns
     patterns = [p for p in asked.filter_fqns if p != AUTO_FILTER]
+    block = 32 if recipe == "mxfp8" else 16
+    tokens = plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
+    if tokens % block and not asked.emulate:
+        ctx.missed("float8", f"a rank's microbatch has {tokens} tokens, which is not a multiple of {block}")
+        return plan
     local = {p.module: local_shape(p, plan.mesh, plan.tensor_parallel.kv_replicas) for p in parameters(plan.model)}
     converted: list[str] = []
     skipped: dict[str, list[str]] = {}
     for fqn, (n, k) in linear_modules(plan.model).items():
         local_n, local_k = local.get(fqn, (n, k))[:2]
-        reason = _reason(fqn, local_n, local_k, patterns, _TOO_SMALL.get(recipe) if auto else None)
+        reason = _reason(fqn, local_n, local_k, patterns, _TOO_SMALL.get(recipe) if auto else None, block)
+        if reason is None and asked.enable_fsdp_float8_all_gather and plan.fsdp.strategy == "fsdp":
+            reason = float8_all_gather_obstacle(plan, fqn, n)
+        if reason is None and fqn == "output" and tokens % (block * plan.loss.chunks) and not asked.emulate:
+            reason = f"it sees {tokens} tokens in {plan.loss.chunks} chunks, which are no multiples of {block}"
         if reason is None:
             converted.append(fqn)
         else:
@@ -77,14 +87,16 @@ def pattern_matches(pattern: str, fqn: str) -> bool:
     return pattern in fqn or ALIASES.get(pattern, pattern) in fqn
 
 
-def _reason(fqn: str, n: int, k: int, patterns: list[str], too_small: Callable[[int, int], bool] | None) -> str | None:
+def _reason(
+    fqn: str, n: int, k: int, patterns: list[str], too_small: Callable[[int, int], bool] | None, block: int
+) -> str | None:
     for pattern in patterns:
         if pattern_matches(pattern, fqn):
             return f"filter_fqns has `{pattern}`"
     if is_router(fqn):
         return "routers compute in float32"
-    if n % 16 or k % 16:
-        return f"its local shape {n} x {k} is not a multiple of 16"
+    if n % block or k % block:
+        return f"its local shape {n} x {k} is not a multiple of {block}"
     if too_small is not None and too_small(n, k):
         return f"its local shape N {n} x K {k} is too small to gain"
     return None

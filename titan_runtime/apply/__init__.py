@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_planner.ir.plan import Plan
@@ -14,6 +15,7 @@ from titan_runtime.apply.compile import apply_compile
 from titan_runtime.apply.context import apply_context
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.experts import apply_experts
+from titan_runtime.apply.float8 import apply_float8
 from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
 from titan_runtime.apply.pipeline import Pipeline, build_stage, stages_of
 from titan_runtime.apply.tensor import apply_tensor
@@ -42,6 +44,9 @@ def _finish(
     module: Transformer, plan: Plan, world: DeviceMesh, experts: DeviceMesh | None, device: torch.device
 ) -> Transformer:
     """One stage (or the whole model): transformed, allocated and filled."""
+    # Float8 before all else: it exchanges linears, and what follows wraps, cuts and compiles the ones that will compute.
+    apply_float8(module, plan)
+
     # The attention that reaches other ranks' keys is part of what blocks keep or compute again.
     apply_context(module, plan, world["cp"])
 
@@ -75,6 +80,15 @@ def _finish(
             assert_never(plan.fsdp.strategy)
 
     # Only the shards get memory, and only then values.
-    module.to_empty(device=device)
+    module.to_empty(device="cpu" if plan.fsdp.cpu_offload else device)
+    if plan.fsdp.cpu_offload:
+        _place_buffers(module, device)
     initialise(module, plan.model, plan.seeds.seed)
     return module
+
+
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Give buffers memory on `device`: they are no weights, and are needed where the module computes."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = torch.empty_like(buffer, device=device)

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 # Not public yet, but what torch documents for experts: parameters of one unit over meshes of their own.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -37,6 +37,8 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
         # Inputs are not cast: activations have param_dtype from the embedding on, and rotary tables must stay float32.
         cast_forward_inputs=False,
     )
+    # Gradients, moments and the update live with the shards in host memory; a unit's weights visit the GPU when gathered.
+    offload = CPUOffloadPolicy() if fsdp.cpu_offload else OffloadPolicy()
     placement = _placements(module, plan, experts)
     here = {name for name, _ in module.named_modules()}
     units = [
@@ -55,11 +57,12 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
             mesh=mesh,
             mp_policy=precision,
             reshard_after_forward=unit.reshard_after_forward,
+            offload_policy=offload,
             shard_placement_fn=placement,
         )
         handles.append(cast(FSDPModule, modules[0]))
     # The root's own parameters are needed again as soon as backward starts; torch keeps them gathered by default.
-    fully_shard(module, mesh=mesh, mp_policy=precision, shard_placement_fn=placement)
+    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, shard_placement_fn=placement)
     sum_gradients(module)
     _prefetch(handles, fsdp)
 
@@ -148,6 +151,13 @@ def _prefetch(units: list[FSDPModule], fsdp: Fsdp) -> None:
         if fsdp.prefetch_backward:
             before = units[max(0, index - fsdp.prefetch_backward) : index]
             unit.set_modules_to_backward_prefetch(before[::-1])
+
+
+def reshard(module: nn.Module) -> None:
+    """Free every gathered weight, also of units that keep theirs for a backward which will not come."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def set_last_microbatch(module: nn.Module, fsdp: Fsdp, last: bool) -> None:

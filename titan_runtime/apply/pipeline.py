@@ -128,6 +128,15 @@ class Pipeline(nn.Module):
             self._tied.reduce_gradients()
         return total
 
+    def evaluate(self, loss: LossOverTokens, tokens: Tensor, labels: Tensor) -> Tensor:
+        """`loss` summed over one batch, forward only; zero on a rank without the last stage. Collective over pp."""
+        self._loss, self._valid = loss, torch.ones((), device=self._device)
+        losses: list[Tensor] = []
+        inputs = (tokens,) if self.holds_first else ()
+        targets = {"target": labels, "losses": losses} if self.holds_last else {}
+        self._schedule.eval(*inputs, return_outputs=False, **targets)
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
     def _require_gradients(self) -> None:
         """Every parameter must have a gradient: a schedule that loses weight gradients would train on silently wrong."""
         for name, parameter in self.named_parameters():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_runtime.apply.float8 import high_precision
 from titan_runtime.optimizer import optimizer_state
 
 OPTIMIZER = "optimizer.state."
@@ -20,7 +21,10 @@ RNG = "rng."
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The live parameters of this rank's shard and the buffers that are saved; loading into them changes the model."""
-    return {fqn: parameter.detach() for fqn, parameter in module.named_parameters()} | saved_buffers(module)
+    return {
+        **{fqn: high_precision(parameter.detach()) for fqn, parameter in module.named_parameters()},
+        **saved_buffers(module),
+    }
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -52,6 +52,13 @@ class Console:
             )
         )
 
+    def validation(self, step: int, last: int, loss: float, tokens: int, seconds: float) -> None:
+        """The line of one validation."""
+        self.say(
+            f"{self._paint(f'step {step:>{len(str(last))}}', _CYAN)}  "
+            f"{self._paint(f'validation_loss {loss:.4f}', _BOLD)}  over {tokens:,} held-out tokens in {seconds:.1f} s"
+        )
+
     def _paint(self, text: str, code: str) -> str:
         return f"{code}{text}{_END}" if self._colour else text
 

@@ -57,6 +57,12 @@ class ScalarWriter:
             self._writer.add_scalar(f"plan/{name}", value, step)
         self._writer.flush()
 
+    def validation(self, step: int, loss: float) -> None:
+        """Add the point of one validation."""
+        if self._writer is not None:
+            self._writer.add_scalar("validation/loss", loss, step)
+            self._writer.flush()
+
     def close(self) -> None:
         """No more points."""
         if self._writer is not None:
