@@ -126,6 +126,31 @@ def test_the_compiled_plan_spreads_the_experts() -> None:
     assert verify(PLAN) == ()
 
 
+def test_the_compiled_plan_cuts_experts_inside_where_that_is_pinned() -> None:
+    pins = "expert_parallel_degree: 2, tensor_parallel_degree: 2, expert_tensor_parallel_degree: 2"
+    plan = compile_text(MOE.replace("expert_parallel_degree: 2", pins))
+    assert (plan.mesh.dp_shard, plan.mesh.efsdp) == (2, 1)
+    assert [row.weight for row in plan.sharding if row.axis == "etp"] == ["S(1)", "S(2)", "S(1)"]
+    assert verify(plan) == ()
+    rows = tuple(replace(row, weight="S(0)") if row.axis == "etp" else row for row in plan.sharding)
+    assert [complaint.rule for complaint in verify(replace(plan, sharding=rows))] == ["ep-experts"]
+    line = next(line for line in show(plan, 120).splitlines() if "moe.experts.w2" in line)
+    assert line.split() == [
+        "moe.experts.w2",
+        "[8,",
+        "256,",
+        "256]",
+        "->",
+        "[4,",
+        "256,",
+        "128]",
+        "ep",
+        "S(0)",
+        "etp",
+        "S(2)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("degree", "fragment"), [(3, "does not divide dp_shard x cp x tp"), (8, "does not divide dp_shard x cp x tp")]
 )
