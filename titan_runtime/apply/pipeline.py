@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    FORWARD,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -81,6 +85,7 @@ class Pipeline(nn.Module):
             _stage(plan, part, index, device, self.group) for part, index in zip(parts, indices, strict=True)
         ]
         self._schedule = _schedule(plan, self.stages, self._share)
+        self._forward_table: dict[int, list[_Action]] | None = None
         self._tied = _TiedWeight(plan, world, self) if plan.model.tied else None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -134,8 +139,37 @@ class Pipeline(nn.Module):
         losses: list[Tensor] = []
         inputs = (tokens,) if self.holds_first else ()
         targets = {"target": labels, "losses": losses} if self.holds_last else {}
-        self._schedule.eval(*inputs, return_outputs=False, **targets)
+        with self._forward_only():
+            self._schedule.eval(*inputs, return_outputs=False, **targets)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """Leave backward out of the schedule: torch 2.13's tables of actions have it even when they evaluate.
+
+        The same schedule with another table, not another schedule: it knows whether its stages are set up for gradients.
+        """
+        schedule = self._schedule
+        if not isinstance(schedule, _PipelineScheduleRuntime):
+            yield
+            return
+        kept = schedule.pipeline_order_with_comms
+        if self._forward_table is None:
+            microbatches = range(self._plan.pipeline.microbatches)
+            rows = {
+                rank: [_Action(stage, FORWARD, m) for stage in stages_of(self._plan, rank) for m in microbatches]
+                for rank in range(self._plan.mesh.pp)
+            }
+            self._forward_table = _add_send_recv(
+                {rank: _add_unshard_reshard(row) for rank, row in rows.items()},
+                stage_to_rank=lambda stage: self._plan.pipeline.stages[stage].pp_rank,
+                num_stages=len(self._plan.pipeline.stages),
+            )
+        schedule.pipeline_order_with_comms = self._forward_table
+        try:
+            yield
+        finally:
+            schedule.pipeline_order_with_comms = kept
 
     def _require_gradients(self) -> None:
         """Every parameter must have a gradient: a schedule that loses weight gradients would train on silently wrong."""
