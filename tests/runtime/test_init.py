@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from tests import plans
 from tests.harness import Rank, run_ranks
 from titan_planner.ir.inventory import Init, Parameter, parameters
+from titan_planner.ir.model import Blocks
 from titan_planner.ir.parallel import Mesh
 from titan_planner.ir.plan import Plan
+from titan_planner.models import MODELS
 from titan_runtime import init
 from titan_runtime.init import draw, row_blocks
 from titan_runtime.modules import build
@@ -91,3 +94,21 @@ def test_these_are_the_weights_of_seed_7() -> None:
 
 
 EMBEDDING_OF_SEED_7 = [-0.12803435, -0.76212567, -0.04424242, -0.17400149]
+
+
+@pytest.mark.parametrize("flavor", list(MODELS["llama3"]))
+def test_an_untrained_model_knows_nothing_more_and_nothing_less(flavor: str) -> None:
+    """The first loss is near ln(vocabulary) at every flavor's width and tying, cut to two layers and a small vocabulary."""
+    whole = MODELS["llama3"][flavor]
+    width = min(whole.dim, 2048)
+    block = whole.blocks[0].block
+    attention = replace(block.attention, num_heads=8, num_kv_heads=4, head_dim=width // 8)
+    feed_forward = replace(block.feed_forward, hidden_dim=2 * width)
+    blocks = (Blocks(repeat=2, block=replace(block, attention=attention, feed_forward=feed_forward)),)
+    model = replace(whole, dim=width, vocab_size=4096, blocks=blocks)
+    module = build(model, seq_len=64).to_empty(device="cpu")
+    init.initialise(module, model, seed=3)
+    tokens = torch.randint(4096, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(4096), abs=1.0)

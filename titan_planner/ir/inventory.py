@@ -70,14 +70,14 @@ _OUTPUT_CUT = 3.0
 @functools.lru_cache(maxsize=16)
 def parameters(model: Model) -> tuple[Parameter, ...]:
     """All parameters of `model` in module order. A tied output projection owns none: it reads `tok_embeddings.weight`."""
-    found = [
-        Parameter("tok_embeddings.weight", (model.vocab_size, model.dim), ("vocab", "embed"), Init("normal", 1.0)),
-    ]
+    output = Init("normal", model.dim**-0.5, _OUTPUT_CUT)
+    # A tied weight is the output projection too, and logits of weights of deviation 1 would be sqrt(dim) times too large.
+    embedding = output if model.tied else Init("normal", 1.0)
+    found = [Parameter("tok_embeddings.weight", (model.vocab_size, model.dim), ("vocab", "embed"), embedding)]
     for index, block in enumerate(model.layers()):
         found.extend(_block(f"layers.{index}", index, block, model))
     found.append(Parameter("norm.weight", (model.dim,), ("norm",), Init("ones")))
     if not model.tied:
-        output = Init("normal", model.dim**-0.5, _OUTPUT_CUT)
         found.append(Parameter("output.weight", (model.vocab_size, model.dim), ("vocab", "embed"), output))
     return tuple(found)
 
