@@ -56,7 +56,8 @@ def load_spec(path: str | Path, sets: list[str] | None = None) -> LoadedSpec:
 
 def _default_name(path: Path) -> str:
     # plans/NAME/spec.yaml is named after its folder: `spec` would say nothing.
-    return path.resolve().parent.name if path.stem == "spec" else path.stem
+    name = path.resolve().parent.name if path.stem == "spec" else path.stem
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")  # file names need not be UTF-8, plans must
 
 
 def _with_bases(path: Path, shown: str, below: tuple[Path, ...]) -> Document:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from titan_planner.ir.errors import Complaint, Place, SpecError
+from titan_planner.ir.validate import HALF_A_PAIR, REMOVE_THE_ESCAPE, half_a_pair
 
 PathTuple = tuple[str | int, ...]
 
@@ -197,6 +198,9 @@ class _Builder:
             key = key_node.value
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
+            if half_a_pair(key):
+                self.complain(key_node, path, f"the key {key!r} has {HALF_A_PAIR}", REMOVE_THE_ESCAPE)
+                continue
             if key in first:
                 self.complain(
                     key_node,
@@ -231,13 +235,17 @@ class _Builder:
                         Complaint("an alias contains itself", "", self.place(key_node), "write the values out")
                     )
                 for inner_key, inner_value in source.value:
-                    if isinstance(inner_key, yaml.ScalarNode) and inner_key.tag != "tag:yaml.org,2002:merge":
+                    usable = isinstance(inner_key, yaml.ScalarNode) and not half_a_pair(inner_key.value)
+                    if usable and inner_key.tag != "tag:yaml.org,2002:merge":
                         yield inner_key.value, inner_value, inner_key
                 yield from self.merged(source, path, (*parents, id(source)))
 
     def scalar(self, node: yaml.ScalarNode, path: PathTuple) -> Any:
         text: str = node.value
         tag: str = node.tag
+        if half_a_pair(text):
+            self.complain(node, path, f"the text {text[:60]!r} has {HALF_A_PAIR}", REMOVE_THE_ESCAPE)
+            return None
         if tag.removeprefix("tag:yaml.org,2002:") not in _SCALAR_TAGS:
             self.complain(node, path, f"the tag `{tag}` is not part of the spec format", "remove it")
             return None

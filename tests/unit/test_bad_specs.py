@@ -71,6 +71,8 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("octal", GOOD.replace("steps: 20", "steps: 010"), [("4:19", "`010` is an octal number")]),
     ("infinity", GOOD + "optimizer: {lr: .inf}\n", [("6:17", "not a finite number")]),
     ("huge float", GOOD + "optimizer: {lr: 1e999}\n", [("6:17", "too large for a number")]),
+    ("half a pair", GOOD + 'name: "a\\ud800"\n', [("6:7", "half of a surrogate pair")]),
+    ("half a pair as key", GOOD + 'environment: {"A\\udc00": x}\n', [("6:15", "half of a surrogate pair")]),
     ("yaml tag", GOOD + "name: !!python/object:os.system x\n", [("6:7", "is not part of the spec format")]),
     ("self-containing alias", GOOD + "environment: &e {A: *e}\n", [("", "an alias contains itself")]),
     (

@@ -85,6 +85,8 @@ FREE_TEXT: list[tuple[str, bytes, str]] = [
 EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("other major", TINY_PLAN, edit("plan_version", "2.0"), "this Titan reads version 1.x", None),
     ("odd version", TINY_PLAN, edit("plan_version", 1), "`plan_version` must be text", None),
+    ("half a pair", TINY_PLAN, edit("layers.0.fqn", "a\ud800"), "`layers[0].fqn` is the text 'a\\ud800'", None),
+    ("half a pair as key", TINY_PLAN, edit("job.environment", {"\ud800": ""}), "`job.environment` has the key '\\ud800'", None),
     ("misspelt field", TINY_PLAN, rename("fsdp.param_dtype", "param_dtyp"), "`fsdp` lacks the field `param_dtype`", None),
     ("field removed", TINY_PLAN, drop("optimizer.lr"), "`optimizer` lacks the field `lr`", None),
     ("section removed", TINY_PLAN, drop("mesh"), "lacks the field `mesh`", None),
