@@ -187,6 +187,7 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     ("keep_latest_k 1", GOOD + "checkpoint: {keep_latest_k: 1}\n", [("6:29", "no complete checkpoint")]),
     ("interval 0", GOOD + "checkpoint: {interval: 0}\n", [("6:24", "must be at least 1")]),
+    ("timeout", GOOD + "comm: {init_timeout_seconds: 1000000000000000000}\n", [("6:30", "must be at most 2,592,000")]),
     ("log_freq 0", GOOD + "metrics: {log_freq: 0}\n", [("6:21", "must be at least 1")]),
     (
         "wrong key in exclude_from_loading",

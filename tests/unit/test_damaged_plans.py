@@ -12,6 +12,16 @@ import pytest
 from titan_planner.cli import main
 from titan_planner.ir.codec import digest, dumps, encode
 from titan_planner.ir.errors import PlanError
+from titan_planner.ir.job import Batch, Checkpoint, Comm, Job, LrSchedule, Metrics, Profiling, Validation
+from titan_planner.ir.record import bounded_fields
+from titan_planner.ir.request import (
+    CheckpointSpec,
+    CommSpec,
+    LrSchedulerSpec,
+    MetricsSpec,
+    ProfilingSpec,
+    ValidationSpec,
+)
 from titan_planner.ir.rules import RULES
 from titan_planner.ir.verify import load_plan, load_plan_with_notes
 
@@ -94,6 +104,9 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("wrong type", TINY_PLAN, edit("mesh.tp", "two"), "`mesh.tp` must be a whole number", None),
     ("zero degree", TINY_PLAN, edit("mesh.tp", 0), "`mesh.tp` is 0, but it must be at least 1", None),
     ("negative lr", TINY_PLAN, edit("optimizer.lr", -1), "must be greater than 0", None),
+    ("timeout", TINY_PLAN, edit("job.comm.init_timeout_seconds", 10**18), "must be at most 2,592,000", None),
+    ("steps", TINY_PLAN, edit("job.steps", 10**18), "must be at most 1,000,000,000", None),
+    ("minutes", TINY_PLAN, edit("job.checkpoint.interval_minutes", 1e300), "must be at most 1,000,000", None),
     ("unknown dtype", TINY_PLAN, edit("dtype", "float16"), "`dtype` is the text 'float16'", None),
     ("unknown kind", TINY_PLAN, edit("model.blocks.0.block.attention.kind", "mha"), "but it must be `gqa`", None),
     ("odd heads", TINY_PLAN, edit("model.blocks.0.block.attention.num_kv_heads", 3), "does not divide `num_heads` 16", None),
@@ -406,3 +419,13 @@ def test_missing_file_and_folder(tmp_path):
 
 def test_there_are_enough_cases():
     assert len(EDITS) + len(FREE_TEXT) >= 60
+
+
+def test_every_time_and_count_of_the_job_is_bounded():
+    """A timeout or a number of steps of 10**18 would crash the runtime in `timedelta` or never end."""
+    for record in (Job, Checkpoint, Comm, Metrics, Profiling, Validation, LrSchedule, Batch):
+        for name, field in bounded_fields(record):
+            assert name == "token_budget" or field.le is not None, f"{record.__name__}.{name}"
+    for record in (CheckpointSpec, CommSpec, MetricsSpec, ProfilingSpec, ValidationSpec, LrSchedulerSpec):
+        for name, field in bounded_fields(record):
+            assert field.le is not None, f"{record.__name__}.{name}"

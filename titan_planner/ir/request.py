@@ -15,6 +15,8 @@ Auto: TypeAlias = Literal["auto"]
 FloatDtype: TypeAlias = Literal["float32", "bfloat16"]
 
 SPEC_VERSION = 1
+MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
+"""A rank that has said nothing for 30 days never will."""
 
 
 def check_keep_latest_k(keep_latest_k: int) -> None:
@@ -140,7 +142,7 @@ class ClusterSpec:
 class TrainingSpec:
     """Length, batch and precision of the training."""
 
-    steps: Annotated[int, Field("Optimizer steps.", ge=1)] = 10000
+    steps: Annotated[int, Field("Optimizer steps.", ge=1, le=10**9)] = 10000
     seq_len: Annotated[int, Field("Tokens per sequence.", ge=1, le=10**9)] = 2048
     local_batch_size: Annotated[
         Auto | int, Field("Sequences per data-parallel rank and accumulation step, or auto.", ge=1, le=10**9)
@@ -193,8 +195,8 @@ class OptimizerSpec:
 class LrSchedulerSpec:
     """Warmup, stable, decay."""
 
-    warmup_steps: Annotated[int, Field("Steps of linear warmup.", ge=0)] = 200
-    total_steps: Annotated[int | None, Field("Length of the curve; training.steps when absent.", ge=1)] = None
+    warmup_steps: Annotated[int, Field("Steps of linear warmup.", ge=0, le=10**9)] = 200
+    total_steps: Annotated[int | None, Field("Length of the curve; training.steps when absent.", ge=1, le=10**9)] = None
     decay_ratio: Annotated[
         float | None,
         Field("Part of the curve that decays, at its end; absent: decay starts right after warmup.", ge=0, le=1),
@@ -356,9 +358,9 @@ class CheckpointSpec:
 
     enable: Annotated[bool, Field("Save and resume at all.")] = False
     folder: Annotated[str, Field("Under dump_folder.")] = "checkpoint"
-    interval: Annotated[int, Field("Steps between saves.", ge=1)] = 500
-    interval_minutes: Annotated[float | None, Field("Also after this many minutes.", gt=0)] = None
-    keep_latest_k: Annotated[int, Field("Saves kept; 0 keeps all; 1 is refused.", ge=0)] = 10
+    interval: Annotated[int, Field("Steps between saves.", ge=1, le=10**9)] = 500
+    interval_minutes: Annotated[float | None, Field("Also after this many minutes.", gt=0, le=10**6)] = None
+    keep_latest_k: Annotated[int, Field("Saves kept; 0 keeps all; 1 is refused.", ge=0, le=10**6)] = 10
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"], Field("Whether saving overlaps training.")
     ] = "disabled"
@@ -370,7 +372,7 @@ class CheckpointSpec:
     )
     initial_load_path: Annotated[str | None, Field("Checkpoint to start from when the run has none.")] = None
     initial_load_model_only: Annotated[bool, Field("Take only the weights from it.")] = True
-    load_step: Annotated[int, Field("Step to resume from; -1 is the latest.", ge=-1)] = -1
+    load_step: Annotated[int, Field("Step to resume from; -1 is the latest.", ge=-1, le=10**9)] = -1
     exclude_from_loading: Annotated[
         tuple[Literal["optimizer", "lr_schedule", "data", "train_state"], ...], Field("Parts that are not loaded.")
     ] = ()
@@ -383,7 +385,7 @@ class CheckpointSpec:
 class MetricsSpec:
     """Logging."""
 
-    log_freq: Annotated[int, Field("Steps between log lines.", ge=1)] = 10
+    log_freq: Annotated[int, Field("Steps between log lines.", ge=1, le=10**9)] = 10
     enable_tensorboard: Annotated[bool, Field("Write TensorBoard scalars.")] = False
     save_tb_folder: Annotated[str, Field("Under dump_folder.")] = "tb"
     save_for_all_ranks: Annotated[bool, Field("Every rank writes its own.")] = False
@@ -396,9 +398,9 @@ class ProfilingSpec:
 
     enable_profiling: Annotated[bool, Field("Record torch.profiler traces.")] = False
     save_traces_folder: Annotated[str, Field("Under dump_folder.")] = "profile_traces"
-    profile_freq: Annotated[int, Field("Steps between traces.", ge=1)] = 10
-    profiler_active: Annotated[int, Field("Steps recorded.", ge=1)] = 1
-    profiler_warmup: Annotated[int, Field("Warmup steps before.", ge=0)] = 3
+    profile_freq: Annotated[int, Field("Steps between traces.", ge=1, le=10**9)] = 10
+    profiler_active: Annotated[int, Field("Steps recorded.", ge=1, le=10**6)] = 1
+    profiler_warmup: Annotated[int, Field("Warmup steps before.", ge=0, le=10**6)] = 3
     enable_memory_snapshot: Annotated[bool, Field("Record CUDA memory snapshots.")] = False
 
     def check(self) -> None:
@@ -409,9 +411,11 @@ class ProfilingSpec:
 class CommSpec:
     """Timeouts of collectives."""
 
-    init_timeout_seconds: Annotated[int, Field("Until the first step has finished.", ge=1)] = 300
-    train_timeout_seconds: Annotated[int, Field("From then on.", ge=1)] = 100
-    trace_buf_size: Annotated[int, Field("Entries of the flight recorder.", ge=0)] = 20000
+    init_timeout_seconds: Annotated[int, Field("Until the first step has finished.", ge=1, le=MAX_TIMEOUT_SECONDS)] = (
+        300
+    )
+    train_timeout_seconds: Annotated[int, Field("From then on.", ge=1, le=MAX_TIMEOUT_SECONDS)] = 100
+    trace_buf_size: Annotated[int, Field("Entries of the flight recorder.", ge=0, le=10**6)] = 20000
 
 
 @record
@@ -420,8 +424,8 @@ class ValidationSpec:
 
     enable: Annotated[bool, Field("Validate at all.")] = False
     path: Annotated[str | None, Field("File or folder of the held-out text.")] = None
-    freq: Annotated[int, Field("Steps between validations.", ge=1)] = 10
-    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1)] = -1
+    freq: Annotated[int, Field("Steps between validations.", ge=1, le=10**9)] = 10
+    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1, le=10**9)] = -1
 
 
 @record
@@ -430,7 +434,7 @@ class LimitsSpec:
 
     memory_headroom: Annotated[float, Field("Part of device memory that stays free.", ge=0, lt=1)] = 0.1
     keep_tp_in_node: Annotated[bool, Field("Never let tensor parallelism span nodes.")] = True
-    max_tp: Annotated[int | None, Field("Largest tensor degree.", ge=1)] = None
+    max_tp: Annotated[int | None, Field("Largest tensor degree.", ge=1, le=10**7)] = None
 
 
 Objective: TypeAlias = Literal["max_throughput", "min_gpus", "min_cost", "min_memory"]
