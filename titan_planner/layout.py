@@ -150,7 +150,7 @@ def lay_out(
             schedule=chosen,
             stages=place_stages(chosen, mesh.pp, 1 + max(stage_of)),
             microbatches=max(1, batch.local_batch_size // batch.microbatch_size) if mesh.pp > 1 else 1,
-            actions=request.parallelism.pipeline_parallel_schedule_actions if mesh.pp > 1 else None,
+            actions=request.parallelism.pipeline_parallel_schedule_actions,
         ),
         layers=tuple(
             Layer(fqn=fqn, stage=stage, checkpoint="none")

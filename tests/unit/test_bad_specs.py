@@ -187,6 +187,19 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     ("keep_latest_k 1", GOOD + "checkpoint: {keep_latest_k: 1}\n", [("6:29", "no complete checkpoint")]),
     ("interval 0", GOOD + "checkpoint: {interval: 0}\n", [("6:24", "must be at least 1")]),
+    ("emulate without recipe", GPU + "float8: {recipe: none, emulate: true}\n", [("5:33", "but the recipe is none")]),
+    ("nothing to compile", GPU + "compile: {components: []}\n", [("5:23", "`components` is empty")]),
+    ("dataset of a text", GOOD.replace("path:", "dataset: c4, path:"), [("5:31", "not the dataset `c4`")]),
+    (
+        "recompute linears in full",
+        GPU + "activation_checkpoint: {mode: full, per_op_sac_force_recompute_mm_shapes_by_fqns: [attention.wk]}\n",
+        [("5:83", "go with the mode selective")],
+    ),
+    (
+        "actions without pp",
+        GPU + "parallelism: {pipeline_parallel_degree: 1, pipeline_parallel_schedule_actions: [F0]}\n",
+        [("5:80", "but pp is 1")],
+    ),
     ("timeout", GOOD + "comm: {init_timeout_seconds: 1000000000000000000}\n", [("6:30", "must be at most 2,592,000")]),
     ("log_freq 0", GOOD + "metrics: {log_freq: 0}\n", [("6:21", "must be at least 1")]),
     (

@@ -221,6 +221,12 @@ class DataSpec:
             raise InvariantError(
                 "path", f"`data.source: {self.source}` needs `path`", "name a file or folder with the text"
             )
+        if self.source != "huggingface" and self.dataset is not None:
+            raise InvariantError(
+                "dataset",
+                f"`data.source: {self.source}` reads `path`, not the dataset `{self.dataset}`",
+                "remove `dataset`, or use `source: huggingface`",
+            )
 
 
 @record
@@ -318,6 +324,15 @@ class ActivationCheckpointSpec:
     early_stop: Annotated[bool, Field("Stop recomputing once the last needed tensor is back.")] = True
     determinism_check: Annotated[Literal["default", "none"], Field("Compare recomputed metadata.")] = "default"
 
+    def check(self) -> None:
+        by_op = self.mode in ("auto", "selective") and self.selective_ac_option == "op"
+        if self.per_op_sac_force_recompute_mm_shapes_by_fqns and not by_op:
+            raise InvariantError(
+                "per_op_sac_force_recompute_mm_shapes_by_fqns",
+                "linears to recompute go with the mode selective and the option `op` only",
+                "remove them, or use `mode: selective` with `selective_ac_option: op`",
+            )
+
 
 @record
 class Float8Spec:
@@ -334,6 +349,12 @@ class Float8Spec:
     precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, Field("One step for all scales.")] = False
     emulate: Annotated[bool, Field("Emulate where the hardware lacks Float8.")] = False
 
+    def check(self) -> None:
+        if self.recipe == "none" and self.emulate:
+            raise InvariantError(
+                "emulate", "`emulate` is on, but the recipe is none", "remove `emulate`, or name a recipe"
+            )
+
 
 @record
 class CompileSpec:
@@ -342,6 +363,14 @@ class CompileSpec:
     enable: Annotated[Auto | bool, Field("Compile at all; auto does on GPUs.")] = "auto"
     components: Annotated[tuple[Literal["model", "loss"], ...], Field("What is compiled.")] = ("model", "loss")
     backend: Annotated[str, Field("Compiler backend.")] = "inductor"
+
+    def check(self) -> None:
+        if self.enable is not False and not self.components:
+            raise InvariantError(
+                "components",
+                "`components` is empty, so nothing would be compiled",
+                "name model or loss, or write `enable: false`",
+            )
 
 
 @record
