@@ -200,6 +200,7 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         GPU + "parallelism: {pipeline_parallel_degree: 1, pipeline_parallel_schedule_actions: [F0]}\n",
         [("5:80", "but pp is 1")],
     ),
+    ("rank", GOOD + "environment: {RANK: '3'}\n", [("6:14", "`RANK` is set by the launcher")]),
     ("timeout", GOOD + "comm: {init_timeout_seconds: 1000000000000000000}\n", [("6:30", "must be at most 2,592,000")]),
     ("log_freq 0", GOOD + "metrics: {log_freq: 0}\n", [("6:21", "must be at least 1")]),
     (

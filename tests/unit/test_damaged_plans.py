@@ -336,6 +336,11 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         "job-validation",
     ),
     ("environment", TINY_PLAN, edit("job.environment", {"A B": "1"}), "not the name of an environment", "job-environment"),
+    ("environment value", TINY_PLAN, edit("job.environment", {"A": "1\0"}), "the value of the environment variable `A`",
+     "job-environment"),
+    *((f"environment {name}", TINY_PLAN, edit("job.environment", {name: "1"}), f"`{name}` is set by the launcher",
+       "job-environment") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+                                       "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")),
     (
         "ulysses",
         PIPELINE_PLAN,

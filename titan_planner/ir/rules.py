@@ -983,12 +983,33 @@ def _memory_snapshot(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("job-environment", "Environment variables have names that a shell accepts.")
+_LAUNCHERS_OWN = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    "|TORCHELASTIC_.*"
+)
+
+
+@_rule(
+    "job-environment",
+    "Environment variables have names that a shell accepts, values without NUL, and are not the launcher's own.",
+)
 def _environment(plan: Plan) -> Iterator[Violation]:
     for name, value in plan.job.environment.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield Violation(
-                "job.environment", f"`{name}` is not the name of an environment variable", "use letters, digits and _"
+                "job.environment", f"{name!r} is not the name of an environment variable", "use letters, digits and _"
+            )
+        elif "\0" in value:
+            yield Violation(
+                "job.environment",
+                f"the value of the environment variable `{name}` has a NUL character, which no variable can hold",
+                "remove the NUL character",
+            )
+        elif _LAUNCHERS_OWN.fullmatch(name):
+            yield Violation(
+                "job.environment",
+                f"`{name}` is set by the launcher, differently for every rank or run",
+                "remove it",
             )
 
 
