@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ from titan_planner.ir.errors import Complaint, Place, SpecError
 from titan_planner.ir.validate import HALF_A_PAIR, REMOVE_THE_ESCAPE, half_a_pair
 
 PathTuple = tuple[str | int, ...]
+
+STDIN = Path("-")
+"""The path that means standard input."""
 
 _MAX_BYTES = 4 * 2**20
 _MAX_NODES = 100_000
@@ -75,12 +79,18 @@ def _copy_places(path: PathTuple, into: Document, top: Document) -> None:
 
 
 def read_yaml(path: Path, shown: str | None = None) -> Document:
-    """The document in the file `path`; complaints call the file `shown`. Raises `SpecError`."""
+    """The document in the file `path` (`-` is standard input); complaints call the file `shown`. Raises `SpecError`."""
     name = shown or str(path)
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        if path == STDIN:
+            content = sys.stdin.buffer.read(_MAX_BYTES + 1)
+            size = len(content)
+        else:
+            size = path.stat().st_size
+            content = path.read_bytes() if size <= _MAX_BYTES else b""
+        if size > _MAX_BYTES:
             raise SpecError(Complaint("the file is larger than 4 MiB, so it is no spec", "", Place(name)))
-        text = path.read_bytes().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError(
             Complaint(f"the file is not UTF-8 text (byte {error.start})", "", Place(name), "save it as UTF-8")
