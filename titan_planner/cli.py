@@ -6,7 +6,9 @@ Exit codes: 0 fine, 1 says no (invalid, infeasible, differs), 2 wrong usage, 130
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
+import io
 import json
 import os
 import sys
@@ -26,19 +28,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(arguments, "run"):
         parser.print_help()
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character still gets the sentence
     try:
-        code: int = arguments.run(arguments)
+        try:
+            code: int = arguments.run(arguments)
+        except TitanError as error:
+            code = _refuse(error.complaints, arguments)
         sys.stdout.flush()
         return code
-    except TitanError as error:
-        return _refuse(error.complaints, arguments)
     except BrokenPipeError:
-        # The reader (`| head`) has what it wanted. Python would complain once more while closing stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (`| head`) has what it wanted.
+        _abandon_stdout()
         return 0
+    except OSError as error:
+        from titan_planner.console import complain
+
+        _abandon_stdout()
+        where = f"`{error.filename}`" if error.filename else "the output"
+        message = f"{where} cannot be read or written: {error.strerror or error}"
+        complain([Complaint(message, hint="check the file, its rights and the free space")])
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+
+
+def _abandon_stdout() -> None:
+    """Let what is left in stdout's buffer go nowhere: Python would complain once more while closing it."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(complaints: Sequence[Complaint], arguments: argparse.Namespace) -> int:
@@ -93,12 +113,12 @@ def build_parser() -> argparse.ArgumentParser:
     verb.set_defaults(run=_init)
 
     verb = verbs.add_parser("validate", help="check a spec (or a plan) without writing anything")
-    _spec(verb, "spec.yaml, or a plan.json")
+    _spec(verb, "spec.yaml (- for stdin), or a plan.json")
     _json(verb)
     verb.set_defaults(run=_validate)
 
     verb = verbs.add_parser("compile", help="compile a spec into a plan")
-    _spec(verb, "spec.yaml")
+    _spec(verb, "spec.yaml; - reads it from stdin")
     _output(verb, "plan.json to write (default stdout)")
     verb.add_argument("--stop-after", metavar="PASS", help="stop after this pass (`lower` runs none)")
     verb.add_argument(
@@ -160,8 +180,20 @@ def _positive(text: str) -> int:
 def _spec(verb: argparse.ArgumentParser, help: str) -> None:
     verb.add_argument("spec", metavar="SPEC", help=help)
     verb.add_argument(
-        "--set", action="append", default=[], metavar="A.B=VALUE", help="override a field; may be repeated"
+        "--set",
+        action="append",
+        default=[],
+        type=_assignment,
+        metavar="A.B=VALUE",
+        help="override a field; may be repeated",
     )
+
+
+def _assignment(text: str) -> str:
+    address, equals, _ = text.partition("=")
+    if not equals or not all(address.strip().split(".")):
+        raise argparse.ArgumentTypeError(f"`{text}` is not `section.field=value`, e.g. training.steps=20")
+    return text
 
 
 def _plan(verb: argparse.ArgumentParser) -> None:
@@ -187,21 +219,26 @@ def _init(arguments: argparse.Namespace) -> int:
         return _init_example(arguments)
     family, _, flavor = arguments.model.partition(":")
     with _named("--model"):
-        from titan_planner.models import find_model
+        from titan_planner.models import MODELS, find_model
 
-        model = find_model(family, flavor or "8B")
+        if not flavor and family in MODELS:
+            known = ", ".join(f"{family}:{name}" for name in MODELS[family])
+            raise InvariantError(
+                "flavor", f"`{arguments.model}` names a family without a flavor", f"use one of {known}"
+            )
+        model = find_model(family, flavor)
     with _named("--gpu"):
         gpu = find_gpu(arguments.gpu)
     with _named("--inter-node"):
         link = find_link(arguments.inter_node)
     text = starter.starter_spec(model, gpu, arguments.gpus_per_node, arguments.nodes, link.name)
     _write_new(text, arguments)
+    if gpu.device == "cpu":
+        _copy_sample_data(arguments)
     return 0
 
 
 def _init_example(arguments: argparse.Namespace) -> int:
-    import shutil
-
     from titan_planner import starter
     from titan_planner.ir.schema import SCHEMA_FILES, bundled
 
@@ -216,11 +253,21 @@ def _init_example(arguments: argparse.Namespace) -> int:
     schema = bundled("schemas", SCHEMA_FILES["spec"]).as_uri()
     text = text.replace("$schema=../../schemas/" + SCHEMA_FILES["spec"], f"$schema={schema}")
     _write_new(text, arguments)
-    if arguments.example in starter.EXAMPLES_WITH_DATA and arguments.output and not Path("data/sample").exists():
+    if arguments.example in starter.EXAMPLES_WITH_DATA:
+        _copy_sample_data(arguments)
+    return 0
+
+
+def _copy_sample_data(arguments: argparse.Namespace) -> None:
+    """The text and tokenizer that a spec for CPUs names, beside the spec that is written to a file."""
+    import shutil
+
+    from titan_planner.ir.schema import bundled
+
+    if arguments.output and arguments.output != "-" and not Path("data/sample").exists():
         with _writing(Path("data")):
             shutil.copytree(bundled("data"), "data", dirs_exist_ok=True)
         sys.stderr.write("wrote data/ (sample text and tokenizer)\n")
-    return 0
 
 
 def _write_new(text: str, arguments: argparse.Namespace) -> None:
@@ -530,6 +577,11 @@ def _writing(path: Path) -> Iterator[None]:
 def _write(text: str, target: str | None) -> None:
     """Write to a file all at once, so that an interrupted or failed write leaves the old file whole; `-` is stdout."""
     if target is None or target == "-":
+        if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+            # Specs and plans are UTF-8 files, whatever the terminal is.
+            sys.stdout.flush()
+            sys.stdout.buffer.write(text.encode("utf-8"))
+            return
         sys.stdout.write(text)
         return
     path = Path(target)

@@ -29,13 +29,17 @@ def meshes(model: Model, cluster: Cluster, request: Request) -> Iterator[Mesh]:
     pins = request.parallelism
     world = cluster.num_gpus
     degrees = {axis: getattr(pins, name) for axis, name in DEGREE_FIELDS.items()}
+    replicates = pins.data_parallel_strategy == "ddp"
+    if replicates:
+        # DDP shards nothing: only dp_replicate can take the ranks that are left.
+        degrees |= {axis: 1 for axis in ("dp_shard", "cp") if degrees[axis] == "auto"}
     fixed: dict[str, int] = {axis: degree for axis, degree in degrees.items() if isinstance(degree, int) and degree > 0}
     product = math.prod(fixed.values())
     free = [axis for axis in degrees if axis not in fixed]
     if world % product or (not free and product != world):
         raise SpecError(_product_complaint(free, fixed, product, world))
     rest = world // product
-    # `-1` takes what is left; without one it is dp_shard, or dp_replicate where that is pinned.
+    # `-1` takes what is left; without one it is dp_shard, or dp_replicate where that is pinned or parameters are replicated.
     taker = next((axis for axis, degree in degrees.items() if degree == -1), None)
     taker = taker or next((axis for axis in ("dp_shard", "dp_replicate") if axis in free), None)
     # Replication is a choice about the network that the plain rule leaves at 1.
@@ -94,7 +98,8 @@ def _tp_allowed(degree: int, cluster: Cluster, request: Request) -> bool:
 
 def _product_complaint(free: list[str], fixed: dict[str, int], product: int, world: int) -> Complaint:
     shown = " x ".join(f"{DEGREE_FIELDS[axis]} {degree}" for axis, degree in fixed.items() if degree > 1) or "1"
-    axis = next((a for a in ("dp_shard", "dp_replicate", "pp", "cp", "tp") if a in fixed), "dp_shard")
+    pinned = {a for a, degree in fixed.items() if degree > 1} or fixed
+    axis = next((a for a in ("dp_shard", "dp_replicate", "pp", "cp", "tp") if a in pinned), "dp_shard")
     others = product // fixed.get(axis, 1)
     if free:
         message = f"{shown} = {product} does not make up the cluster's {world} GPUs with the degrees that are left"
@@ -145,7 +150,7 @@ def lay_out(
             schedule=chosen,
             stages=place_stages(chosen, mesh.pp, 1 + max(stage_of)),
             microbatches=max(1, batch.local_batch_size // batch.microbatch_size) if mesh.pp > 1 else 1,
-            actions=request.parallelism.pipeline_parallel_schedule_actions if mesh.pp > 1 else None,
+            actions=request.parallelism.pipeline_parallel_schedule_actions,
         ),
         layers=tuple(
             Layer(fqn=fqn, stage=stage, checkpoint="none")

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint
+from titan_planner.ir.fqn import pattern_matches
 from titan_planner.ir.inventory import linear_modules
 from titan_planner.ir.model import Model
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import Spec
-from titan_planner.passes.filter_float8 import AUTO_FILTER, pattern_matches
+from titan_planner.passes.filter_float8 import AUTO_FILTER
 
 SPEC_ADDRESSES: tuple[tuple[str, str], ...] = (
     ("mesh.pp", "parallelism.pipeline_parallel_degree"),

@@ -11,7 +11,7 @@ from titan_planner.ir.errors import Complaint, Place, SpecError
 from titan_planner.ir.record import field_types
 from titan_planner.ir.request import Spec
 from titan_planner.ir.validate import Difference, differences, dotted
-from titan_planner.yaml_source import Document, PathTuple, assignments, read_yaml
+from titan_planner.yaml_source import STDIN, Document, PathTuple, assignments, read_yaml
 
 _MAX_EXTENDS = 20
 
@@ -48,7 +48,7 @@ def path_of(address: str) -> PathTuple:
 def load_spec(path: str | Path, sets: list[str] | None = None) -> LoadedSpec:
     """The spec in the file `path`, with what it extends below it and the `--set` options on top. Raises `SpecError`."""
     path = Path(path)
-    document = _with_bases(path, str(path), ())
+    document = _with_bases(path, "<stdin>" if path == STDIN else str(path), ())
     if sets:
         document = document.overlay(assignments(sets))
     return LoadedSpec(_decode(document, str(path)), document, path.parent, _default_name(path))
@@ -56,7 +56,10 @@ def load_spec(path: str | Path, sets: list[str] | None = None) -> LoadedSpec:
 
 def _default_name(path: Path) -> str:
     # plans/NAME/spec.yaml is named after its folder: `spec` would say nothing.
-    return path.resolve().parent.name if path.stem == "spec" else path.stem
+    if path == STDIN:
+        return "stdin"
+    name = path.resolve().parent.name if path.stem == "spec" else path.stem
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")  # file names need not be UTF-8, plans must
 
 
 def _with_bases(path: Path, shown: str, below: tuple[Path, ...]) -> Document:

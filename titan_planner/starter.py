@@ -20,7 +20,8 @@ def examples() -> dict[str, Path]:
 
 def starter_spec(model: Model, gpu: Gpu, gpus_per_node: int, nodes: int, inter_node: str) -> str:
     """A commented spec for `model` on `nodes` x `gpus_per_node` of `gpu`."""
-    billions = num_params(model) / 1e9
+    count = num_params(model)
+    size = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
     on_cpu = gpu.device == "cpu"
     seq_len = min(256 if on_cpu else 8192, model.max_seq_len)
     data = (
@@ -42,7 +43,7 @@ def starter_spec(model: Model, gpu: Gpu, gpus_per_node: int, nodes: int, inter_n
 # read the plan with `titan-plan show plan.json`, and train with `titan-run train plan.json`.
 spec_version: 1
 
-model:                       # {billions:.3g} billion parameters; `titan-plan models` lists families and flavors
+model:                       # {size} parameters; `titan-plan models` lists families and flavors
   family: {model.family}
   flavor: {model.flavor}{assets}
   # overrides: {{max_seq_len: {model.max_seq_len}}}

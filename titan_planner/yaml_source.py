@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import Any
 import yaml
 
 from titan_planner.ir.errors import Complaint, Place, SpecError
+from titan_planner.ir.validate import HALF_A_PAIR, REMOVE_THE_ESCAPE, half_a_pair
 
 PathTuple = tuple[str | int, ...]
+
+STDIN = Path("-")
+"""The path that means standard input."""
 
 _MAX_BYTES = 4 * 2**20
 _MAX_NODES = 100_000
@@ -74,12 +79,18 @@ def _copy_places(path: PathTuple, into: Document, top: Document) -> None:
 
 
 def read_yaml(path: Path, shown: str | None = None) -> Document:
-    """The document in the file `path`; complaints call the file `shown`. Raises `SpecError`."""
+    """The document in the file `path` (`-` is standard input); complaints call the file `shown`. Raises `SpecError`."""
     name = shown or str(path)
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        if path == STDIN:
+            content = sys.stdin.buffer.read(_MAX_BYTES + 1)
+            size = len(content)
+        else:
+            size = path.stat().st_size
+            content = path.read_bytes() if size <= _MAX_BYTES else b""
+        if size > _MAX_BYTES:
             raise SpecError(Complaint("the file is larger than 4 MiB, so it is no spec", "", Place(name)))
-        text = path.read_bytes().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError(
             Complaint(f"the file is not UTF-8 text (byte {error.start})", "", Place(name), "save it as UTF-8")
@@ -197,6 +208,9 @@ class _Builder:
             key = key_node.value
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
+            if half_a_pair(key):
+                self.complain(key_node, path, f"the key {key!r} has {HALF_A_PAIR}", REMOVE_THE_ESCAPE)
+                continue
             if key in first:
                 self.complain(
                     key_node,
@@ -231,13 +245,17 @@ class _Builder:
                         Complaint("an alias contains itself", "", self.place(key_node), "write the values out")
                     )
                 for inner_key, inner_value in source.value:
-                    if isinstance(inner_key, yaml.ScalarNode) and inner_key.tag != "tag:yaml.org,2002:merge":
+                    usable = isinstance(inner_key, yaml.ScalarNode) and not half_a_pair(inner_key.value)
+                    if usable and inner_key.tag != "tag:yaml.org,2002:merge":
                         yield inner_key.value, inner_value, inner_key
                 yield from self.merged(source, path, (*parents, id(source)))
 
     def scalar(self, node: yaml.ScalarNode, path: PathTuple) -> Any:
         text: str = node.value
         tag: str = node.tag
+        if half_a_pair(text):
+            self.complain(node, path, f"the text {text[:60]!r} has {HALF_A_PAIR}", REMOVE_THE_ESCAPE)
+            return None
         if tag.removeprefix("tag:yaml.org,2002:") not in _SCALAR_TAGS:
             self.complain(node, path, f"the tag `{tag}` is not part of the spec format", "remove it")
             return None

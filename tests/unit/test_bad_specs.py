@@ -71,6 +71,8 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("octal", GOOD.replace("steps: 20", "steps: 010"), [("4:19", "`010` is an octal number")]),
     ("infinity", GOOD + "optimizer: {lr: .inf}\n", [("6:17", "not a finite number")]),
     ("huge float", GOOD + "optimizer: {lr: 1e999}\n", [("6:17", "too large for a number")]),
+    ("half a pair", GOOD + 'name: "a\\ud800"\n', [("6:7", "half of a surrogate pair")]),
+    ("half a pair as key", GOOD + 'environment: {"A\\udc00": x}\n', [("6:15", "half of a surrogate pair")]),
     ("yaml tag", GOOD + "name: !!python/object:os.system x\n", [("6:7", "is not part of the spec format")]),
     ("self-containing alias", GOOD + "environment: &e {A: *e}\n", [("", "an alias contains itself")]),
     (
@@ -185,6 +187,21 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     ("keep_latest_k 1", GOOD + "checkpoint: {keep_latest_k: 1}\n", [("6:29", "no complete checkpoint")]),
     ("interval 0", GOOD + "checkpoint: {interval: 0}\n", [("6:24", "must be at least 1")]),
+    ("emulate without recipe", GPU + "float8: {recipe: none, emulate: true}\n", [("5:33", "but the recipe is none")]),
+    ("nothing to compile", GPU + "compile: {components: []}\n", [("5:23", "`components` is empty")]),
+    ("dataset of a text", GOOD.replace("path:", "dataset: c4, path:"), [("5:31", "not the dataset `c4`")]),
+    (
+        "recompute linears in full",
+        GPU + "activation_checkpoint: {mode: full, per_op_sac_force_recompute_mm_shapes_by_fqns: [attention.wk]}\n",
+        [("5:83", "go with the mode selective")],
+    ),
+    (
+        "actions without pp",
+        GPU + "parallelism: {pipeline_parallel_degree: 1, pipeline_parallel_schedule_actions: [F0]}\n",
+        [("5:80", "but pp is 1")],
+    ),
+    ("rank", GOOD + "environment: {RANK: '3'}\n", [("6:14", "`RANK` is set by the launcher")]),
+    ("timeout", GOOD + "comm: {init_timeout_seconds: 1000000000000000000}\n", [("6:30", "must be at most 2,592,000")]),
     ("log_freq 0", GOOD + "metrics: {log_freq: 0}\n", [("6:21", "must be at least 1")]),
     (
         "wrong key in exclude_from_loading",

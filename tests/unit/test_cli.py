@@ -83,6 +83,62 @@ def test_full_disk_is_one_sentence(capsys):
     assert "Traceback" not in err
 
 
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, cwd=ROOT, env={**os.environ, **environment}, check=False
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a Linux device")
+@pytest.mark.parametrize("verb", [f"compile {TINY}", "show plans/tiny_cpu/plan.json", "models", "hardware --json"])
+def test_full_disk_behind_stdout_is_one_sentence(verb):
+    done = shell(f"{sys.executable} -m titan_planner {verb} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr.count(b"\n") == 2
+    assert b"error: the output cannot be read or written: No space left on device" in done.stderr
+
+
+def test_an_ascii_terminal_is_no_error(tmp_path):
+    path = tmp_path / "plan.json"
+    named = f"{sys.executable} -m titan_planner compile {TINY} --set name=plané"
+    assert shell(f"{named} -o {path}").returncode == 0
+    written = shell(named, PYTHONIOENCODING="ascii")
+    assert (written.returncode, written.stdout) == (0, path.read_bytes())
+    shown = shell(f"{sys.executable} -m titan_planner show {path}", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0, shown.stderr
+    assert b"plan\\xe9" in shown.stdout
+
+
+def test_a_spec_from_stdin():
+    done = shell(f"{sys.executable} -m titan_planner compile - --set name=tiny_cpu < {TINY}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (ROOT / "plans/tiny_cpu/plan.json").read_bytes()
+    done = shell(f"echo 'spec_version: 2' | {sys.executable} -m titan_planner validate -")
+    assert done.returncode == 1
+    assert b"<stdin>:1:15" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["foo", "=3", "a..b=1"])
+def test_a_malformed_set_is_wrong_usage(capsys, option):
+    code, _, err = run(capsys, "compile", TINY, "--set", option)
+    assert code == 2
+    assert "section.field=value" in err
+
+
+def test_init_without_a_flavor_lists_them(capsys):
+    code, _, err = run(capsys, "init", "--model", "llama3")
+    assert code == 1
+    assert "names a family without a flavor" in err
+    assert "llama3:8B" in err
+
+
+def test_init_for_cpus_brings_its_data(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "init", "--model", "llama3:debug", "--gpu", "cpu", "-o", "spec.yaml")[0] == 0
+    assert (tmp_path / "data/tokenizer.json").exists()
+    assert "6.16 million parameters" in (tmp_path / "spec.yaml").read_text()
+
+
 def test_compile_to_stdout_and_dump_ir(capsys, tmp_path, plan):
     code, out, _ = run(capsys, "compile", TINY)
     assert code == 0
@@ -153,7 +209,8 @@ def test_schema_models_hardware_completion(capsys):
 
 @pytest.mark.parametrize("flavor", ["debug", "1B", "8B", "70B", "405B"])
 @pytest.mark.parametrize(("gpu", "nodes"), [("h100-sxm-80gb", 64), ("cpu", 1)])
-def test_init_writes_specs_that_compile(capsys, tmp_path, flavor, gpu, nodes):
+def test_init_writes_specs_that_compile(capsys, tmp_path, monkeypatch, flavor, gpu, nodes):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "spec.yaml"
     assert (
         run(capsys, "init", "--model", f"llama3:{flavor}", "--gpu", gpu, "--nodes", str(nodes), "-o", str(path))[0] == 0

@@ -354,3 +354,17 @@ def test_planner_arrows():
             assert not any(isinstance(c.func, ast.Name) and c.func.id == "print" for c in calls), inside
         if not inside.startswith("render/") and inside not in ("cli.py", "console.py"):
             assert not any(name.startswith("titan_planner.render") for name in found), inside
+
+
+def test_linears_to_recompute_become_selectors():
+    asked = "activation_checkpoint: {mode: selective, per_op_sac_force_recompute_mm_shapes_by_fqns: [attention.wk]}\n"
+    assert compile_text(TINY + asked).activation_checkpoint.policies[1].force_recompute_fqns == (
+        "layers.0-5.attention.wk",
+    )
+
+
+def test_ddp_replicates_over_the_free_ranks():
+    mesh = compile_text(TINY + "parallelism: {data_parallel_strategy: ddp}\n").mesh
+    assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.pp, mesh.cp) == (4, 1, 1, 1, 1)
+    mesh = compile_text(TINY + "parallelism: {data_parallel_strategy: ddp, tensor_parallel_degree: 2}\n").mesh
+    assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp) == (2, 1, 2)

@@ -12,6 +12,16 @@ import pytest
 from titan_planner.cli import main
 from titan_planner.ir.codec import digest, dumps, encode
 from titan_planner.ir.errors import PlanError
+from titan_planner.ir.job import Batch, Checkpoint, Comm, Job, LrSchedule, Metrics, Profiling, Validation
+from titan_planner.ir.record import bounded_fields
+from titan_planner.ir.request import (
+    CheckpointSpec,
+    CommSpec,
+    LrSchedulerSpec,
+    MetricsSpec,
+    ProfilingSpec,
+    ValidationSpec,
+)
 from titan_planner.ir.rules import RULES
 from titan_planner.ir.verify import load_plan, load_plan_with_notes
 
@@ -85,6 +95,8 @@ FREE_TEXT: list[tuple[str, bytes, str]] = [
 EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("other major", TINY_PLAN, edit("plan_version", "2.0"), "this Titan reads version 1.x", None),
     ("odd version", TINY_PLAN, edit("plan_version", 1), "`plan_version` must be text", None),
+    ("half a pair", TINY_PLAN, edit("layers.0.fqn", "a\ud800"), "`layers[0].fqn` is the text 'a\\ud800'", None),
+    ("half a pair as key", TINY_PLAN, edit("job.environment", {"\ud800": ""}), "`job.environment` has the key '\\ud800'", None),
     ("misspelt field", TINY_PLAN, rename("fsdp.param_dtype", "param_dtyp"), "`fsdp` lacks the field `param_dtype`", None),
     ("field removed", TINY_PLAN, drop("optimizer.lr"), "`optimizer` lacks the field `lr`", None),
     ("section removed", TINY_PLAN, drop("mesh"), "lacks the field `mesh`", None),
@@ -92,6 +104,9 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("wrong type", TINY_PLAN, edit("mesh.tp", "two"), "`mesh.tp` must be a whole number", None),
     ("zero degree", TINY_PLAN, edit("mesh.tp", 0), "`mesh.tp` is 0, but it must be at least 1", None),
     ("negative lr", TINY_PLAN, edit("optimizer.lr", -1), "must be greater than 0", None),
+    ("timeout", TINY_PLAN, edit("job.comm.init_timeout_seconds", 10**18), "must be at most 2,592,000", None),
+    ("steps", TINY_PLAN, edit("job.steps", 10**18), "must be at most 1,000,000,000", None),
+    ("minutes", TINY_PLAN, edit("job.checkpoint.interval_minutes", 1e300), "must be at most 1,000,000", None),
     ("unknown dtype", TINY_PLAN, edit("dtype", "float16"), "`dtype` is the text 'float16'", None),
     ("unknown kind", TINY_PLAN, edit("model.blocks.0.block.attention.kind", "mha"), "but it must be `gqa`", None),
     ("odd heads", TINY_PLAN, edit("model.blocks.0.block.attention.num_kv_heads", 3), "does not divide `num_heads` 16", None),
@@ -217,6 +232,19 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         "float8-linears",
     ),
     ("float8 without recipe", PIPELINE_PLAN, edit("float8.recipe", None), "`recipe` is null", None),
+    ("actions without pp", TINY_PLAN, edit("pipeline.actions", ["F0"]), "a table of actions is given, but pp is 1", "pp-schedule"),
+    ("emulated nothing", TINY_PLAN, edit("float8.emulate", True), "`emulate` is on, but `recipe` is null", None),
+    ("recompute, not selective", TINY_PLAN, edit("activation_checkpoint.policies.0.recompute_every_second_matmul", True),
+     "goes with mode selective only, but the mode is none", None),
+    ("linears, not selective", TINY_PLAN, edit("activation_checkpoint.policies.0.force_recompute_fqns", ["output"]),
+     "`force_recompute_fqns` goes with mode selective only", None),
+    ("recompute unknown", PIPELINE_PLAN, edit("activation_checkpoint.policies.1.force_recompute_fqns", ["layers.*.wk"]),
+     "`layers.*.wk` matches no linear", "ac-recompute"),
+    ("odd op", PIPELINE_PLAN, edit("activation_checkpoint.policies.1.save_ops", ["aten.mm"]), "must look like", None),
+    ("compile nothing", PIPELINE_PLAN, edit("compile.components", []), "`components` is empty", None),
+    ("dataset of a text", TINY_PLAN, edit("data.dataset", "c4"), "reads `path`, not the dataset `c4`", "data-source"),
+    ("capacity", TINY_PLAN, edit("expert_parallel.capacity_factor", 1.0), "model has no experts", "ep-options"),
+    ("forced balance", TINY_PLAN, edit("expert_parallel.force_load_balance", True), "model has no experts", "ep-options"),
     ("float8 hardware", PIPELINE_PLAN, edit("cluster.gpu.float8", False), "has no Float8", "float8-hardware"),
     ("mxfp8 hardware", PIPELINE_PLAN, edit("float8.recipe", "mxfp8"), "has no MXFP8", "float8-hardware"),
     ("float8 dims", PIPELINE_PLAN, edit("model.dim", 4088), "but Float8 needs multiples of 16", "float8-linears"),
@@ -308,6 +336,11 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         "job-validation",
     ),
     ("environment", TINY_PLAN, edit("job.environment", {"A B": "1"}), "not the name of an environment", "job-environment"),
+    ("environment value", TINY_PLAN, edit("job.environment", {"A": "1\0"}), "the value of the environment variable `A`",
+     "job-environment"),
+    *((f"environment {name}", TINY_PLAN, edit("job.environment", {name: "1"}), f"`{name}` is set by the launcher",
+       "job-environment") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+                                       "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")),
     (
         "ulysses",
         PIPELINE_PLAN,
@@ -404,3 +437,13 @@ def test_missing_file_and_folder(tmp_path):
 
 def test_there_are_enough_cases():
     assert len(EDITS) + len(FREE_TEXT) >= 60
+
+
+def test_every_time_and_count_of_the_job_is_bounded():
+    """A timeout or a number of steps of 10**18 would crash the runtime in `timedelta` or never end."""
+    for record in (Job, Checkpoint, Comm, Metrics, Profiling, Validation, LrSchedule, Batch):
+        for name, field in bounded_fields(record):
+            assert name == "token_budget" or field.le is not None, f"{record.__name__}.{name}"
+    for record in (CheckpointSpec, CommSpec, MetricsSpec, ProfilingSpec, ValidationSpec, LrSchedulerSpec):
+        for name, field in bounded_fields(record):
+            assert field.le is not None, f"{record.__name__}.{name}"

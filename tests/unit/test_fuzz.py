@@ -6,15 +6,20 @@ import copy
 import json
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titan_planner.compiler import compile_spec
-from titan_planner.ir.codec import dumps, encode
+from titan_planner.ir.codec import digest, dumps, encode
+from titan_planner.ir.diff import diff
 from titan_planner.ir.errors import Place, PlanError, SpecError, TitanError
 from titan_planner.ir.request import Spec
 from titan_planner.ir.verify import parse_plan
+from titan_planner.render import diff as render_diff
+from titan_planner.render.explain import explain, explain_json
+from titan_planner.render.show import show, show_json
 from titan_planner.spec import load_spec
 from titan_planner.yaml_source import parse_yaml
 
@@ -29,7 +34,8 @@ PLAN_TEXT = dumps(PLAN)
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20),
-    st.sampled_from(["auto", "-1", "3e-4", "1:30", "010", ".inf", "off", "~", "*a", "&a", "!!x", "<<", "a.b", "[", "%"]),
+    st.sampled_from(["auto", "-1", "3e-4", "1:30", "010", ".inf", "off", "~", "*a", "&a", "!!x", "<<", "a.b", "[", "%",
+                     "aten\ud800", "\udfff"]),
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
@@ -56,10 +62,24 @@ def check_spec_text(tmp_path, text: str | bytes) -> None:
 
 
 def check_plan_text(text: str) -> None:
+    """What the loader accepts can also be digested, written, shown, explained and compared."""
     try:
-        parse_plan(text, Place("plan.json"))
+        plan, _ = parse_plan(text, Place("plan.json"))
     except PlanError as error:
         check_complaints(error)
+        return
+    digest(plan)
+    assert parse_plan(dumps(plan), Place("again.json"))[0] == plan
+    difference = diff(PLAN, plan)
+    for shown in (
+        dumps(plan),
+        show(plan),
+        explain(plan),
+        render_diff.text(difference),
+        render_diff.markdown(difference),
+    ):
+        shown.encode()
+    json.dumps([show_json(plan), explain_json(plan), render_diff.json_value(difference)])
 
 
 @SETTINGS
@@ -98,6 +118,12 @@ def paths_in(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     for key, inner in items:
         found += paths_in(inner, (*at, key))
     return found
+
+
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    for part in path:
+        value = value[part]
+    return value
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
@@ -152,3 +178,14 @@ def test_a_good_plan_with_one_value_changed(path, new):
 @given(st.integers(0, len(PLAN_TEXT)), st.integers(0, 60), st.text(max_size=6))
 def test_a_good_plan_with_its_text_cut(start, length, insert):
     check_plan_text(PLAN_TEXT[:start] + insert + PLAN_TEXT[start + length :])
+
+
+@SETTINGS
+@given(st.sampled_from([path for path in PLAN_PATHS if isinstance(at(PLAN_DATA, path), str)]), st.text(max_size=4))
+def test_a_good_plan_with_half_a_surrogate_pair(path, before):
+    text = json.dumps(replaced(PLAN_DATA, path, before + "\ud800"))
+    with pytest.raises(PlanError) as caught:
+        parse_plan(text, Place("plan.json"))
+    check_complaints(caught.value)
+    assert "half of a surrogate pair" in caught.value.complaints[0].message
+    str(caught.value).encode()

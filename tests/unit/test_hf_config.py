@@ -46,6 +46,11 @@ def test_rope_parameters_of_newer_transformers(tmp_path):
     assert replace(read(tmp_path, config), flavor="8B") == MODELS["llama3"]["8B"]
 
 
+def test_null_is_the_default(tmp_path):
+    model = read(tmp_path, {**LLAMA_8B, "rms_norm_eps": None, "tie_word_embeddings": None, "rope_theta": None})
+    assert (model.norm.eps, model.tied, model.blocks[0].block.attention.rope.theta) == (1e-6, False, 10000.0)
+
+
 def test_without_scaling(tmp_path):
     assert read(tmp_path, {**LLAMA_8B, "rope_scaling": None}).blocks[0].block.attention.rope.scaling is None
 
@@ -61,7 +66,19 @@ def test_without_scaling(tmp_path):
         ({"vocab_size": "many"}, "must be a whole number"),
         ({"model_type": "qwen3"}, "type `qwen3`"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "type `yarn`"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor, low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {**LLAMA_8B["rope_scaling"], "low_freq_factor": None}}, "rope_scaling lacks low_freq_factor"),
+        (
+            {"rope_scaling": {**LLAMA_8B["rope_scaling"], "original_max_position_embeddings": 8192.5}},
+            "`original_max_position_embeddings` must be a whole number, but is 8192.5",
+        ),
+        ({"rope_scaling": {**LLAMA_8B["rope_scaling"], "factor": "8"}}, "`factor` must be a number"),
+        ({"rope_theta": 0}, "`rope_theta` is 0, but must be a finite number greater than 0"),
+        ({"rope_theta": 10**400}, "cannot be used"),
+        ({"rope_scaling": {**LLAMA_8B["rope_scaling"], "rope_theta": 0}}, "`rope_theta` is 0"),
+        ({"tie_word_embeddings": "false"}, '`tie_word_embeddings` must be true or false, but is "false"'),
+        ({"num_attention_heads": 0}, "`num_attention_heads` is 0, but must be at least 1"),
+        ({"rms_norm_eps": "small"}, "`rms_norm_eps` must be a number"),
         ({"rope_scaling": [1]}, "cannot be used"),
         ({"num_hidden_layers": 0}, "`repeat` is 0"),
     ],

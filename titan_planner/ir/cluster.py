@@ -18,7 +18,7 @@ class Gpu:
     bf16_tflops: Annotated[float, Field("Dense bfloat16 peak in 1e12 FLOP/s.", gt=0)]
     fp8_tflops: Annotated[float | None, Field("Dense 8-bit float peak in 1e12 FLOP/s; null when it has none.", gt=0)]
     fp4_tflops: Annotated[float | None, Field("Dense 4-bit float peak in 1e12 FLOP/s; null when it has none.", gt=0)]
-    compute_units: Annotated[int, Field("Streaming multiprocessors, compute units or cores.", ge=1)]
+    compute_units: Annotated[int, Field("Streaming multiprocessors, compute units or cores.", ge=1, le=10**6)]
     compute_capability: Annotated[str | None, Field("CUDA compute capability, e.g. 9.0; null when not NVIDIA.")]
     float8: Annotated[bool, Field("Has tensorwise and rowwise scaled Float8 matrix multiplication.")]
     mxfp8: Annotated[bool, Field("Has MXFP8 (block-scaled) matrix multiplication.")]

@@ -21,7 +21,13 @@ class CheckpointPolicy:
             "none keeps all; full keeps the block's input; selective keeps listed ops; memory_budget lets compile choose."
         ),
     ]
-    save_ops: Annotated[tuple[str, ...], Field("selective: torch ops whose outputs are kept, e.g. aten.mm.default.")]
+    save_ops: Annotated[
+        tuple[str, ...],
+        Field(
+            "selective: torch ops whose outputs are kept, e.g. aten.mm.default.",
+            pattern=r"^[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+$",
+        ),
+    ]
     recompute_every_second_matmul: Annotated[bool, Field("selective: keep only every other matmul of the block.")]
     force_recompute_fqns: Annotated[
         tuple[str, ...], Field("selective: linears whose matmul shape is always recomputed.")
@@ -37,6 +43,11 @@ class CheckpointPolicy:
             )
         if self.save_ops and self.mode != "selective":
             raise InvariantError("save_ops", f"policy `{self.name}`: `save_ops` goes with mode selective only")
+        for name in ("recompute_every_second_matmul", "force_recompute_fqns"):
+            if getattr(self, name) and self.mode != "selective":
+                raise InvariantError(
+                    name, f"policy `{self.name}`: `{name}` goes with mode selective only, but the mode is {self.mode}"
+                )
 
 
 @record
@@ -79,6 +90,10 @@ class Float8:
     def check(self) -> None:
         if self.recipe is None and (self.converted or self.enable_fsdp_float8_all_gather):
             raise InvariantError("recipe", "`recipe` is null, but Float8 linears or a Float8 all-gather are asked for")
+        if self.recipe is None and self.emulate:
+            raise InvariantError(
+                "emulate", "`emulate` is on, but `recipe` is null, so no Float8 is computed", "turn `emulate` off"
+            )
 
 
 @record
@@ -90,6 +105,12 @@ class Compile:
         tuple[Literal["model", "loss"], ...], Field("What is compiled; `model` is compiled block by block.")
     ]
     backend: Annotated[str, Field("Compiler backend, e.g. inductor.")]
+
+    def check(self) -> None:
+        if self.enable and not self.components:
+            raise InvariantError(
+                "components", "`enable` is on, but `components` is empty, so nothing is compiled", "turn `enable` off"
+            )
 
 
 @record

@@ -85,3 +85,8 @@ def runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
         else:
             found.append((number, number))
     return tuple(found)
+
+
+def pattern_matches(pattern: str, fqn: str) -> bool:
+    """Whether a filter pattern names a linear: it is a part of the FQN, in our names or TorchTitan 0.3's."""
+    return pattern in fqn or ALIASES.get(pattern, pattern) in fqn

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.record import Field, record
-from titan_planner.ir.request import check_keep_latest_k, check_profile_freq
+from titan_planner.ir.request import MAX_TIMEOUT_SECONDS, check_keep_latest_k, check_profile_freq
 
 
 @record
@@ -57,9 +57,11 @@ class Optimizer:
 class LrSchedule:
     """Warmup, stable, decay. The factor at step s (from 0) multiplies the peak rate."""
 
-    warmup_steps: Annotated[int, Field("Steps of linear warmup.", ge=0)]
-    total_steps: Annotated[int, Field("Length of the whole curve in steps; independent of how long a run goes.", ge=1)]
-    decay_steps: Annotated[int, Field("Steps of decay at the end of the curve.", ge=0)]
+    warmup_steps: Annotated[int, Field("Steps of linear warmup.", ge=0, le=10**9)]
+    total_steps: Annotated[
+        int, Field("Length of the whole curve in steps; independent of how long a run goes.", ge=1, le=10**9)
+    ]
+    decay_steps: Annotated[int, Field("Steps of decay at the end of the curve.", ge=0, le=10**9)]
     decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Field("Shape of the decay.")]
     min_lr_factor: Annotated[float, Field("Factor at the end of the decay.", ge=0, le=1)]
 
@@ -98,9 +100,11 @@ class Checkpoint:
 
     enable: Annotated[bool, Field("Save and resume at all.")]
     folder: Annotated[str, Field("Under dump_folder.")]
-    interval: Annotated[int, Field("Steps between saves.", ge=1)]
-    interval_minutes: Annotated[float | None, Field("Also save after this many minutes; null for steps only.", gt=0)]
-    keep_latest_k: Annotated[int, Field("Saves kept; 0 keeps all.", ge=0)]
+    interval: Annotated[int, Field("Steps between saves.", ge=1, le=10**9)]
+    interval_minutes: Annotated[
+        float | None, Field("Also save after this many minutes; null for steps only.", gt=0, le=10**6)
+    ]
+    keep_latest_k: Annotated[int, Field("Saves kept; 0 keeps all.", ge=0, le=10**6)]
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"], Field("Whether saving overlaps training.")
     ]
@@ -110,7 +114,7 @@ class Checkpoint:
     export_dtype: Annotated[Literal["float32", "bfloat16", "float16"], Field("Dtype of a weights-only final save.")]
     initial_load_path: Annotated[str | None, Field("Checkpoint to start from when the run has none of its own.")]
     initial_load_model_only: Annotated[bool, Field("Take only the weights from it.")]
-    load_step: Annotated[int, Field("Step to resume from; -1 is the latest complete one.", ge=-1)]
+    load_step: Annotated[int, Field("Step to resume from; -1 is the latest complete one.", ge=-1, le=10**9)]
     exclude_from_loading: Annotated[
         tuple[Literal["optimizer", "lr_schedule", "data", "train_state"], ...], Field("Parts that are not loaded.")
     ]
@@ -123,7 +127,7 @@ class Checkpoint:
 class Metrics:
     """What is logged."""
 
-    log_freq: Annotated[int, Field("Steps between log lines.", ge=1)]
+    log_freq: Annotated[int, Field("Steps between log lines.", ge=1, le=10**9)]
     enable_tensorboard: Annotated[bool, Field("Write TensorBoard scalars.")]
     save_tb_folder: Annotated[str, Field("Under dump_folder.")]
     save_for_all_ranks: Annotated[bool, Field("Every rank writes its own scalars, not rank 0 only.")]
@@ -136,9 +140,9 @@ class Profiling:
 
     enable_profiling: Annotated[bool, Field("Record traces.")]
     save_traces_folder: Annotated[str, Field("Under dump_folder.")]
-    profile_freq: Annotated[int, Field("Steps between traces.", ge=1)]
-    profiler_active: Annotated[int, Field("Steps recorded in a trace.", ge=1)]
-    profiler_warmup: Annotated[int, Field("Steps before it in which the profiler warms up.", ge=0)]
+    profile_freq: Annotated[int, Field("Steps between traces.", ge=1, le=10**9)]
+    profiler_active: Annotated[int, Field("Steps recorded in a trace.", ge=1, le=10**6)]
+    profiler_warmup: Annotated[int, Field("Steps before it in which the profiler warms up.", ge=0, le=10**6)]
     enable_memory_snapshot: Annotated[bool, Field("Record CUDA memory snapshots.")]
 
     def check(self) -> None:
@@ -149,9 +153,9 @@ class Profiling:
 class Comm:
     """Timeouts of collectives."""
 
-    init_timeout_seconds: Annotated[int, Field("Until the first step has finished.", ge=1)]
-    train_timeout_seconds: Annotated[int, Field("From then on.", ge=1)]
-    trace_buf_size: Annotated[int, Field("Entries of the NCCL flight recorder; 0 turns it off.", ge=0)]
+    init_timeout_seconds: Annotated[int, Field("Until the first step has finished.", ge=1, le=MAX_TIMEOUT_SECONDS)]
+    train_timeout_seconds: Annotated[int, Field("From then on.", ge=1, le=MAX_TIMEOUT_SECONDS)]
+    trace_buf_size: Annotated[int, Field("Entries of the NCCL flight recorder; 0 turns it off.", ge=0, le=10**6)]
 
 
 @record
@@ -162,15 +166,15 @@ class Validation:
     path: Annotated[
         str | None, Field("File or folder of the held-out text; the kind of source is the training data's.")
     ]
-    freq: Annotated[int, Field("Steps between validations.", ge=1)]
-    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1)]
+    freq: Annotated[int, Field("Steps between validations.", ge=1, le=10**9)]
+    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1, le=10**9)]
 
 
 @record
 class Job:
     """Everything about a run that changes nothing of what is trained; the command line may override it."""
 
-    steps: Annotated[int, Field("Optimizer steps to train.", ge=1)]
+    steps: Annotated[int, Field("Optimizer steps to train.", ge=1, le=10**9)]
     dump_folder: Annotated[str, Field("Root of everything the run writes, relative to where it starts.")]
     checkpoint: Checkpoint
     metrics: Metrics

@@ -149,8 +149,12 @@ class Fsdp:
     param_dtype: Annotated[Literal["float32", "bfloat16"], Field("Dtype that parameters are gathered and computed in.")]
     reduce_dtype: Annotated[Literal["float32", "bfloat16"], Field("Dtype of gradient reduction.")]
     defer_gradient_sync: Annotated[bool, Field("Reduce gradients only after the last accumulation step.")]
-    prefetch_forward: Annotated[int, Field("Units gathered ahead explicitly in forward; 0 leaves it to FSDP.", ge=0)]
-    prefetch_backward: Annotated[int, Field("Units gathered ahead explicitly in backward; 0 leaves it to FSDP.", ge=0)]
+    prefetch_forward: Annotated[
+        int, Field("Units gathered ahead explicitly in forward; 0 leaves it to FSDP.", ge=0, le=10**4)
+    ]
+    prefetch_backward: Annotated[
+        int, Field("Units gathered ahead explicitly in backward; 0 leaves it to FSDP.", ge=0, le=10**4)
+    ]
     cpu_offload: Annotated[bool, Field("Parameters, gradients and optimizer states live in host memory.")]
 
 

@@ -15,6 +15,8 @@ Auto: TypeAlias = Literal["auto"]
 FloatDtype: TypeAlias = Literal["float32", "bfloat16"]
 
 SPEC_VERSION = 1
+MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
+"""A rank that has said nothing for 30 days never will."""
 
 
 def check_keep_latest_k(keep_latest_k: int) -> None:
@@ -140,7 +142,7 @@ class ClusterSpec:
 class TrainingSpec:
     """Length, batch and precision of the training."""
 
-    steps: Annotated[int, Field("Optimizer steps.", ge=1)] = 10000
+    steps: Annotated[int, Field("Optimizer steps.", ge=1, le=10**9)] = 10000
     seq_len: Annotated[int, Field("Tokens per sequence.", ge=1, le=10**9)] = 2048
     local_batch_size: Annotated[
         Auto | int, Field("Sequences per data-parallel rank and accumulation step, or auto.", ge=1, le=10**9)
@@ -193,8 +195,8 @@ class OptimizerSpec:
 class LrSchedulerSpec:
     """Warmup, stable, decay."""
 
-    warmup_steps: Annotated[int, Field("Steps of linear warmup.", ge=0)] = 200
-    total_steps: Annotated[int | None, Field("Length of the curve; training.steps when absent.", ge=1)] = None
+    warmup_steps: Annotated[int, Field("Steps of linear warmup.", ge=0, le=10**9)] = 200
+    total_steps: Annotated[int | None, Field("Length of the curve; training.steps when absent.", ge=1, le=10**9)] = None
     decay_ratio: Annotated[
         float | None,
         Field("Part of the curve that decays, at its end; absent: decay starts right after warmup.", ge=0, le=1),
@@ -218,6 +220,12 @@ class DataSpec:
         if self.source != "huggingface" and self.path is None:
             raise InvariantError(
                 "path", f"`data.source: {self.source}` needs `path`", "name a file or folder with the text"
+            )
+        if self.source != "huggingface" and self.dataset is not None:
+            raise InvariantError(
+                "dataset",
+                f"`data.source: {self.source}` reads `path`, not the dataset `{self.dataset}`",
+                "remove `dataset`, or use `source: huggingface`",
             )
 
 
@@ -316,6 +324,15 @@ class ActivationCheckpointSpec:
     early_stop: Annotated[bool, Field("Stop recomputing once the last needed tensor is back.")] = True
     determinism_check: Annotated[Literal["default", "none"], Field("Compare recomputed metadata.")] = "default"
 
+    def check(self) -> None:
+        by_op = self.mode in ("auto", "selective") and self.selective_ac_option == "op"
+        if self.per_op_sac_force_recompute_mm_shapes_by_fqns and not by_op:
+            raise InvariantError(
+                "per_op_sac_force_recompute_mm_shapes_by_fqns",
+                "linears to recompute go with the mode selective and the option `op` only",
+                "remove them, or use `mode: selective` with `selective_ac_option: op`",
+            )
+
 
 @record
 class Float8Spec:
@@ -332,6 +349,12 @@ class Float8Spec:
     precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, Field("One step for all scales.")] = False
     emulate: Annotated[bool, Field("Emulate where the hardware lacks Float8.")] = False
 
+    def check(self) -> None:
+        if self.recipe == "none" and self.emulate:
+            raise InvariantError(
+                "emulate", "`emulate` is on, but the recipe is none", "remove `emulate`, or name a recipe"
+            )
+
 
 @record
 class CompileSpec:
@@ -340,6 +363,14 @@ class CompileSpec:
     enable: Annotated[Auto | bool, Field("Compile at all; auto does on GPUs.")] = "auto"
     components: Annotated[tuple[Literal["model", "loss"], ...], Field("What is compiled.")] = ("model", "loss")
     backend: Annotated[str, Field("Compiler backend.")] = "inductor"
+
+    def check(self) -> None:
+        if self.enable is not False and not self.components:
+            raise InvariantError(
+                "components",
+                "`components` is empty, so nothing would be compiled",
+                "name model or loss, or write `enable: false`",
+            )
 
 
 @record
@@ -356,9 +387,9 @@ class CheckpointSpec:
 
     enable: Annotated[bool, Field("Save and resume at all.")] = False
     folder: Annotated[str, Field("Under dump_folder.")] = "checkpoint"
-    interval: Annotated[int, Field("Steps between saves.", ge=1)] = 500
-    interval_minutes: Annotated[float | None, Field("Also after this many minutes.", gt=0)] = None
-    keep_latest_k: Annotated[int, Field("Saves kept; 0 keeps all; 1 is refused.", ge=0)] = 10
+    interval: Annotated[int, Field("Steps between saves.", ge=1, le=10**9)] = 500
+    interval_minutes: Annotated[float | None, Field("Also after this many minutes.", gt=0, le=10**6)] = None
+    keep_latest_k: Annotated[int, Field("Saves kept; 0 keeps all; 1 is refused.", ge=0, le=10**6)] = 10
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"], Field("Whether saving overlaps training.")
     ] = "disabled"
@@ -370,7 +401,7 @@ class CheckpointSpec:
     )
     initial_load_path: Annotated[str | None, Field("Checkpoint to start from when the run has none.")] = None
     initial_load_model_only: Annotated[bool, Field("Take only the weights from it.")] = True
-    load_step: Annotated[int, Field("Step to resume from; -1 is the latest.", ge=-1)] = -1
+    load_step: Annotated[int, Field("Step to resume from; -1 is the latest.", ge=-1, le=10**9)] = -1
     exclude_from_loading: Annotated[
         tuple[Literal["optimizer", "lr_schedule", "data", "train_state"], ...], Field("Parts that are not loaded.")
     ] = ()
@@ -383,7 +414,7 @@ class CheckpointSpec:
 class MetricsSpec:
     """Logging."""
 
-    log_freq: Annotated[int, Field("Steps between log lines.", ge=1)] = 10
+    log_freq: Annotated[int, Field("Steps between log lines.", ge=1, le=10**9)] = 10
     enable_tensorboard: Annotated[bool, Field("Write TensorBoard scalars.")] = False
     save_tb_folder: Annotated[str, Field("Under dump_folder.")] = "tb"
     save_for_all_ranks: Annotated[bool, Field("Every rank writes its own.")] = False
@@ -396,9 +427,9 @@ class ProfilingSpec:
 
     enable_profiling: Annotated[bool, Field("Record torch.profiler traces.")] = False
     save_traces_folder: Annotated[str, Field("Under dump_folder.")] = "profile_traces"
-    profile_freq: Annotated[int, Field("Steps between traces.", ge=1)] = 10
-    profiler_active: Annotated[int, Field("Steps recorded.", ge=1)] = 1
-    profiler_warmup: Annotated[int, Field("Warmup steps before.", ge=0)] = 3
+    profile_freq: Annotated[int, Field("Steps between traces.", ge=1, le=10**9)] = 10
+    profiler_active: Annotated[int, Field("Steps recorded.", ge=1, le=10**6)] = 1
+    profiler_warmup: Annotated[int, Field("Warmup steps before.", ge=0, le=10**6)] = 3
     enable_memory_snapshot: Annotated[bool, Field("Record CUDA memory snapshots.")] = False
 
     def check(self) -> None:
@@ -409,9 +440,11 @@ class ProfilingSpec:
 class CommSpec:
     """Timeouts of collectives."""
 
-    init_timeout_seconds: Annotated[int, Field("Until the first step has finished.", ge=1)] = 300
-    train_timeout_seconds: Annotated[int, Field("From then on.", ge=1)] = 100
-    trace_buf_size: Annotated[int, Field("Entries of the flight recorder.", ge=0)] = 20000
+    init_timeout_seconds: Annotated[int, Field("Until the first step has finished.", ge=1, le=MAX_TIMEOUT_SECONDS)] = (
+        300
+    )
+    train_timeout_seconds: Annotated[int, Field("From then on.", ge=1, le=MAX_TIMEOUT_SECONDS)] = 100
+    trace_buf_size: Annotated[int, Field("Entries of the flight recorder.", ge=0, le=10**6)] = 20000
 
 
 @record
@@ -420,8 +453,8 @@ class ValidationSpec:
 
     enable: Annotated[bool, Field("Validate at all.")] = False
     path: Annotated[str | None, Field("File or folder of the held-out text.")] = None
-    freq: Annotated[int, Field("Steps between validations.", ge=1)] = 10
-    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1)] = -1
+    freq: Annotated[int, Field("Steps between validations.", ge=1, le=10**9)] = 10
+    steps: Annotated[int, Field("Global batches per validation; -1 for one pass over the text.", ge=-1, le=10**9)] = -1
 
 
 @record
@@ -430,7 +463,7 @@ class LimitsSpec:
 
     memory_headroom: Annotated[float, Field("Part of device memory that stays free.", ge=0, lt=1)] = 0.1
     keep_tp_in_node: Annotated[bool, Field("Never let tensor parallelism span nodes.")] = True
-    max_tp: Annotated[int | None, Field("Largest tensor degree.", ge=1)] = None
+    max_tp: Annotated[int | None, Field("Largest tensor degree.", ge=1, le=10**7)] = None
 
 
 Objective: TypeAlias = Literal["max_throughput", "min_gpus", "min_cost", "min_memory"]

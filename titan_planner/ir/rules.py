@@ -431,6 +431,24 @@ def _experts(plan: Plan) -> Iterator[Violation]:
             )
 
 
+@_rule("ep-options", "Options of token dispatch go with a model that has experts.")
+def _expert_options(plan: Plan) -> Iterator[Violation]:
+    if mixtures(plan.model):
+        return
+    if plan.expert_parallel.capacity_factor is not None:
+        yield Violation(
+            "expert_parallel.capacity_factor",
+            "`capacity_factor` is set, but the model has no experts",
+            "set it to null",
+        )
+    if plan.expert_parallel.force_load_balance:
+        yield Violation(
+            "expert_parallel.force_load_balance",
+            "`force_load_balance` is on, but the model has no experts",
+            "turn it off",
+        )
+
+
 _EXPERT_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "etp": {"w1": 1, "w2": 2, "w3": 1}}
 
 
@@ -466,6 +484,10 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
                 "pipeline.schedule",
                 f"the schedule is {pipe.schedule} over {len(pipe.stages)} stages, but pp is 1",
                 "use no schedule and one stage, or pp > 1",
+            )
+        if pipe.actions is not None:
+            yield Violation(
+                "pipeline.actions", "a table of actions is given, but pp is 1", "remove the table, or use pp > 1"
             )
         return
     if pipe.schedule is None:
@@ -669,6 +691,19 @@ def _checkpointing(plan: Plan) -> Iterator[Violation]:
                 "turn compile on with the component `model`, or use the mode selective",
             )
             return
+
+
+@_rule("ac-recompute", "Linears whose matmuls are always recomputed exist.")
+def _recomputed_linears(plan: Plan) -> Iterator[Violation]:
+    linears = linear_modules(plan.model)
+    for index, policy in enumerate(plan.activation_checkpoint.policies):
+        for number, selector in enumerate(policy.force_recompute_fqns):
+            if not select(selector, linears):
+                yield Violation(
+                    f"activation_checkpoint.policies[{index}].force_recompute_fqns[{number}]",
+                    f"the selector `{selector}` matches no linear of the model",
+                    "remove it, or write e.g. `layers.*.attention.wk`",
+                )
 
 
 @_rule("ac-nested-units", "No FSDP unit lies inside a selectively checkpointed block.")
@@ -886,14 +921,21 @@ def _optimizer_state(plan: Plan) -> Iterator[Violation]:
 # ------------------------------------------------------------------ the job
 
 
-@_rule("data-source", "Text sources name a path, Hugging Face sources a dataset.")
+@_rule("data-source", "Text sources name a path and no dataset, Hugging Face sources a dataset.")
 def _data(plan: Plan) -> Iterator[Violation]:
     data = plan.data
     if data.source == "huggingface":
         if data.dataset is None:
             yield Violation("data.dataset", "the source huggingface names no dataset", "write `dataset: c4`")
-    elif data.path is None:
+        return
+    if data.path is None:
         yield Violation("data.path", f"the source {data.source} names no path", "name a file or folder")
+    if data.dataset is not None:
+        yield Violation(
+            "data.dataset",
+            f"the source {data.source} reads `path`, not the dataset `{data.dataset}`",
+            "set dataset to null, or use the source huggingface",
+        )
 
 
 @_rule("paths-relative", "Paths in a plan are relative, so that the plan means the same on every machine.")
@@ -941,12 +983,33 @@ def _memory_snapshot(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("job-environment", "Environment variables have names that a shell accepts.")
+_LAUNCHERS_OWN = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    "|TORCHELASTIC_.*"
+)
+
+
+@_rule(
+    "job-environment",
+    "Environment variables have names that a shell accepts, values without NUL, and are not the launcher's own.",
+)
 def _environment(plan: Plan) -> Iterator[Violation]:
     for name, value in plan.job.environment.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield Violation(
-                "job.environment", f"`{name}` is not the name of an environment variable", "use letters, digits and _"
+                "job.environment", f"{name!r} is not the name of an environment variable", "use letters, digits and _"
+            )
+        elif "\0" in value:
+            yield Violation(
+                "job.environment",
+                f"the value of the environment variable `{name}` has a NUL character, which no variable can hold",
+                "remove the NUL character",
+            )
+        elif _LAUNCHERS_OWN.fullmatch(name):
+            yield Violation(
+                "job.environment",
+                f"`{name}` is set by the launcher, differently for every rank or run",
+                "remove it",
             )
 
 

@@ -62,6 +62,32 @@ def differences(kind: str, data: Any) -> tuple[Difference, ...]:
     return tuple(found)
 
 
+def surrogates(data: Any) -> Iterator[Difference]:
+    """The texts and keys in `data` that are no text: lone halves of a surrogate pair, which no UTF-8 file can hold."""
+    left: list[tuple[PathTuple, Any]] = [((), data)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str) and half_a_pair(value):
+            yield Difference(path, f"`{dotted(path)}` is {show(value)}, which has {HALF_A_PAIR}", REMOVE_THE_ESCAPE)
+        elif isinstance(value, list):
+            left += [((*path, index), item) for index, item in reversed(list(enumerate(value)))]
+        elif isinstance(value, dict):
+            for key in value:
+                if half_a_pair(key):
+                    owner = f"`{dotted(path)}`" if path else "the document"
+                    yield Difference(path, f"{owner} has the key {key!r}, which has {HALF_A_PAIR}", REMOVE_THE_ESCAPE)
+            left += [((*path, key), item) for key, item in reversed(value.items()) if not half_a_pair(key)]
+
+
+HALF_A_PAIR = "half of a surrogate pair in place of a character"
+REMOVE_THE_ESCAPE = "remove the escape `\\ud800` to `\\udfff`, or write the character itself"
+
+
+def half_a_pair(text: str) -> bool:
+    """Whether `text` holds a lone surrogate."""
+    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False
+
+
 def unknown_fields(kind: str, data: Any) -> tuple[Difference, ...]:
     """Fields of `data` that the schema does not know, for kinds whose readers ignore them."""
     schema = load_schema(kind)

@@ -11,7 +11,7 @@ from titan_planner.ir.codec import DecodeError, decode
 from titan_planner.ir.errors import Complaint, Place, PlanError
 from titan_planner.ir.plan import PLAN_VERSION, Plan
 from titan_planner.ir.rules import RULES
-from titan_planner.ir.validate import differences, dotted, unknown_fields
+from titan_planner.ir.validate import differences, dotted, surrogates, unknown_fields
 
 _MAX_BYTES = 256 * 2**20
 
@@ -45,6 +45,9 @@ def load_plan_with_notes(path: str | Path) -> tuple[Plan, tuple[Complaint, ...]]
 def parse_plan(text: str, place: Place) -> tuple[Plan, tuple[Complaint, ...]]:
     """The plan in `text`; `place` names its file in complaints."""
     data = _parse_json(text, place)
+    broken_text = list(surrogates(data))
+    if broken_text:
+        raise PlanError([Complaint(d.message, dotted(d.path), place, d.hint) for d in broken_text])
     _check_version(data, place)
     found = differences("plan", data)
     if found:

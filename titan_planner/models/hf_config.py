@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def read_hf_config(path: Path) -> Model:
         raise InvariantError("hf_config", f"`{path}` cannot be used: {'; '.join(problems)}")
     try:
         return _model(path, config)
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise InvariantError("hf_config", f"`{path}` cannot be used: {error}") from None
 
 
@@ -80,9 +81,11 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _model(path: Path, config: dict[str, Any]) -> Model:
     dim, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+    if heads < 1:
+        raise ValueError(f"`num_attention_heads` is {heads}, but must be at least 1")
     if config.get("head_dim") is None and dim % heads:
         raise InvariantError("hf_config", f"num_attention_heads {heads} does not divide hidden_size {dim}")
-    norm = RmsNorm(eps=float(config.get("rms_norm_eps", 1e-6)))
+    norm = RmsNorm(eps=_float(config, "rms_norm_eps", 1e-6))
     # transformers 5 moved theta and scaling into one mapping, `rope_parameters`.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -91,7 +94,7 @@ def _model(path: Path, config: dict[str, Any]) -> Model:
         num_heads=heads,
         num_kv_heads=_int(config, "num_key_value_heads", heads),
         head_dim=_int(config, "head_dim", dim // heads),
-        rope=Rope(theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0), scaling=_scaling(rope)),
+        rope=Rope(theta=_float(rope, "rope_theta", _float(config, "rope_theta", 10000.0)), scaling=_scaling(rope)),
     )
     block = Block(attention=attention, feed_forward=SwiGlu(hidden_dim=_int(config, "intermediate_size")), norm=norm)
     return Model(
@@ -102,7 +105,7 @@ def _model(path: Path, config: dict[str, Any]) -> Model:
         max_seq_len=_int(config, "max_position_embeddings", 2048),
         blocks=(Blocks(repeat=_int(config, "num_hidden_layers"), block=block),),
         norm=norm,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=_bool(config, "tie_word_embeddings", False),
     )
 
 
@@ -114,15 +117,39 @@ def _int(config: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
+def _float(config: dict[str, Any], name: str, default: float) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be a number, but is {json.dumps(value)[:40]}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"`{name}` is {json.dumps(value)[:40]}, but must be a finite number greater than 0")
+    return float(value)
+
+
+def _bool(config: dict[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be true or false, but is {json.dumps(value)[:40]}")
+    return value
+
+
+_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 def _scaling(rope: dict[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope scaling of type `{kind}` is not supported; `llama3` is")
+    missing = [name for name in _SCALING_FIELDS if rope.get(name) is None]
+    if missing:
+        raise ValueError(f"rope_scaling lacks {', '.join(missing)}")
     return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_seq_len=int(rope["original_max_position_embeddings"]),
+        factor=_float(rope, "factor", 1.0),
+        low_freq_factor=_float(rope, "low_freq_factor", 1.0),
+        high_freq_factor=_float(rope, "high_freq_factor", 1.0),
+        original_max_seq_len=_int(rope, "original_max_position_embeddings"),
     )

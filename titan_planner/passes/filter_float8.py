@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from titan_planner.ir.execution import SkippedLinear
-from titan_planner.ir.fqn import ALIASES, fold
+from titan_planner.ir.fqn import fold, pattern_matches
 from titan_planner.ir.inventory import is_router, linear_modules, parameters
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.rules import float8_all_gather_obstacle
@@ -80,11 +80,6 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
             emulate=asked.emulate,
         ),
     )
-
-
-def pattern_matches(pattern: str, fqn: str) -> bool:
-    """Whether a filter pattern names a linear: it is a part of the FQN, in our names or TorchTitan 0.3's."""
-    return pattern in fqn or ALIASES.get(pattern, pattern) in fqn
 
 
 def _reason(

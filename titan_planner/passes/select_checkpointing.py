@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from titan_planner.cost.estimate import estimate
 from titan_planner.ir.execution import CheckpointPolicy
+from titan_planner.ir.fqn import fold, pattern_matches
+from titan_planner.ir.inventory import linear_modules
 from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import ActivationCheckpointSpec
@@ -46,7 +48,7 @@ def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
     tried = []
     # Schedules that split backward cannot checkpoint selectively (rule pp-split-backward-selective).
     split = plan.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
-    for policy in (NONE, FULL) if split else (NONE, _selective(asked), FULL):
+    for policy in (NONE, FULL) if split else (NONE, _selective(plan, asked), FULL):
         candidate = _uniform(plan, policy)
         result = estimate(candidate)
         tried.append(f"{policy.name} needs {result.peak_memory_gib:.1f} GiB")
@@ -70,17 +72,20 @@ def _pinned(plan: Plan, asked: ActivationCheckpointSpec) -> Plan:
             )
         case _:
             if asked.selective_ac_option == "op":
-                return _uniform(plan, _selective(asked))
+                return _uniform(plan, _selective(plan, asked))
             return _every_nth(plan, int(asked.selective_ac_option))
 
 
-def _selective(asked: ActivationCheckpointSpec) -> CheckpointPolicy:
+def _selective(plan: Plan, asked: ActivationCheckpointSpec) -> CheckpointPolicy:
+    # The spec names parts of FQNs, as TorchTitan does; a plan holds selectors.
+    patterns = asked.per_op_sac_force_recompute_mm_shapes_by_fqns
+    recomputed = [fqn for fqn in linear_modules(plan.model) if any(pattern_matches(part, fqn) for part in patterns)]
     return CheckpointPolicy(
         name="selective_op",
         mode="selective",
         save_ops=SAVE_OPS,
         recompute_every_second_matmul=True,
-        force_recompute_fqns=asked.per_op_sac_force_recompute_mm_shapes_by_fqns,
+        force_recompute_fqns=fold(recomputed),
         memory_budget=None,
     )
 
