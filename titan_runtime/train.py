@@ -84,6 +84,7 @@ def train(
     if progress.step >= steps:
         console.say(f"nothing to do: the checkpoint is at step {progress.step} of {steps}")
         return 0
+    checkpoints.leave_other_branch()
     warn_about_schedule(console, plan, progress.schedule_start)
 
     log = _open_log(plan, rank, progress.step)

@@ -315,6 +315,47 @@ def test_a_chosen_step_is_resumed_and_later_ones_are_replaced(straight: tuple[Pa
     assert "steps there: 2, 4, 6" in sentence
 
 
+def test_a_run_from_an_earlier_step_puts_the_branch_it_leaves_aside(
+    straight: tuple[Path, list], tmp_path: Path
+) -> None:
+    copy_until(straight[0], tmp_path, step=6)
+    output: list[str] = []
+    train_ranks(saving_plan(tmp_path, load_step=2, keep_latest_k=2, interval=3, steps=3), output)
+    assert saved_steps(tmp_path) == [2, 3]
+    assert "abandoned branch (steps 4, 6) as abandoned-step-4, abandoned-step-6 in" in output[0]
+    resumed: list[str] = []
+    again = train_ranks(saving_plan(tmp_path), resumed)
+    assert "step-3 (step 3)" in resumed[0]
+    assert [line["step"] for line in again] == [1, 2, 3, 4, 5, 6]
+    # A second branch does not overwrite what the first one left.
+    train_ranks(saving_plan(tmp_path, load_step=3, steps=4))
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir() if path.name.startswith("abandoned")} == {
+        "abandoned-step-4",
+        "abandoned-step-4-2",
+        "abandoned-step-6",
+        "abandoned-step-6-2",
+    }
+
+
+def test_steps_counted_anew_leave_the_old_branch_at_the_first_save(straight: tuple[Path, list], tmp_path: Path) -> None:
+    copy_until(straight[0], tmp_path, step=6)
+    output: list[str] = []
+    train_ranks(saving_plan(tmp_path, exclude_from_loading=("train_state",), steps=3, keep_latest_k=2), output)
+    assert saved_steps(tmp_path) == [2, 3]
+    assert (tmp_path / "checkpoint" / "abandoned-step-6" / ".metadata").is_file()
+    assert "abandoned-step-4" in output[0]
+    assert [line["step"] for line in train_ranks(saving_plan(tmp_path, steps=4))] == [1, 2, 3, 4]
+
+
+def test_the_checkpoint_just_saved_is_never_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2, 3, 9):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    folder.keep(1, saved=3)
+    assert sorted(entry.step for entry in folder.entries()) == [3, 9]
+
+
 def test_weights_alone_can_be_saved_last_and_started_from(tmp_path: Path) -> None:
     first = tmp_path / "first"
     train_ranks(saving_plan(first, interval=2, steps=3, last_save_model_only=True, export_dtype="bfloat16"))

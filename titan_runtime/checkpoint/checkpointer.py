@@ -70,6 +70,8 @@ class Checkpointer:
         self._excluded: list[str] = []
         self._saved_at = time.monotonic()
         self._saved_step = -1
+        self._loaded_step: int | None = None  # of the own checkpoint that this run began from
+        self._restarted = False  # steps are counted anew from a checkpoint of this folder, which is not yet replaced
 
     # ---------------------------------------------------------------- saving
 
@@ -107,7 +109,9 @@ class Checkpointer:
             if self._rank == 0:
                 self.folder.abandon(step)
             raise
-        on_first_rank(lambda: self._finish(step), "publish the checkpoint")
+        for note in on_first_rank(lambda: self._finish(step), "publish the checkpoint"):
+            self._say(note)
+        self._restarted = False
         self._saved_step, self._saved_at = step, time.monotonic()
         return self.folder.path(step)
 
@@ -126,9 +130,29 @@ class Checkpointer:
         )
         record.write(folder)
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int) -> list[str]:
+        notes: list[str] = []
+        if self._restarted:
+            # From here on this run has a checkpoint of its own; until now the one it began from was the place to go
+            # back to. First the one whose name is needed, and the rest once the new one is there.
+            notes += _aside(self.folder.set_aside(step - 1, step))
         self.folder.publish(step)
-        self.folder.keep(self.job.keep_latest_k)
+        if self._restarted:
+            notes += _aside(self.folder.set_aside(step)) + _aside(self.folder.set_aside(-1, step - 1))
+        self.folder.keep(self.job.keep_latest_k, step)
+        return notes
+
+    def leave_other_branch(self) -> None:
+        """Before the first step: put the checkpoints aside that lie after the chosen one, so that there is one history.
+
+        With a `load_step` they are of a branch that this run leaves. Without one they are no branch: saves that were
+        cut short, or weights alone.
+        """
+        if self._loaded_step is None or (self.job.load_step < 0 and not self._restarted):
+            return
+        loaded = self._loaded_step
+        for note in on_first_rank(lambda: _aside(self.folder.set_aside(loaded)), "put later checkpoints aside"):
+            self._say(note)
 
     # --------------------------------------------------------------- loading
 
@@ -212,10 +236,20 @@ class Checkpointer:
             together(lambda: self._loader.load_state_dict(record.data), "restore the data position")
         progress = _without(record.progress, excluded)
         if start.own:
+            self._loaded_step = record.progress.step
+            self._restarted = progress.step != record.progress.step
             self._saved_step = progress.step
         left_out = f", without {', '.join(excluded)}" if excluded else ""
         self._say(f"resuming from {start.path} (step {record.progress.step}){left_out}")
         return progress
+
+
+def _aside(moved: list[tuple[int, Path]]) -> list[str]:
+    if not moved:
+        return []
+    steps = ", ".join(str(step) for step, _ in moved)
+    names = ", ".join(path.name for _, path in moved)
+    return [f"put aside the checkpoints of an abandoned branch (steps {steps}) as {names} in {moved[0][1].parent}"]
 
 
 def _without(saved: Progress, excluded: list[str]) -> Progress:
