@@ -398,6 +398,43 @@ def test_a_plan_that_changes_what_is_trained_is_refused_by_name(straight: tuple[
     assert resumed[4]["lr"] == 5e-3
 
 
+def test_another_batch_size_goes_on_after_the_samples_that_were_seen(
+    straight: tuple[Path, list], tmp_path: Path
+) -> None:
+    copy_until(straight[0], tmp_path, step=2)
+    record = json.loads((tmp_path / "checkpoint" / "step-2" / "train.json").read_text())
+    batch, samples = record["data"]["global_batch_size"], record["data"]["stream"]["samples"]
+    plan = saving_plan(tmp_path)
+    larger = replace(plan, batch=replace(plan.batch, global_batch_size=3 * batch, accumulation_steps=3 * 2))
+    assert "batch.global_batch_size" in refused(larger)
+    resumed = train_ranks(larger, accept_changes=True)
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
+    record = json.loads((tmp_path / "checkpoint" / "step-6" / "train.json").read_text())
+    assert record["data"]["stream"]["samples"] == samples + 4 * 3 * batch  # no multiple of the new batch
+    train_ranks(replace(larger, job=replace(larger.job, steps=7)))
+    record = json.loads((tmp_path / "checkpoint" / "step-7" / "train.json").read_text())
+    assert record["data"]["stream"]["samples"] == samples + 5 * 3 * batch
+
+
+@pytest.mark.parametrize("changed", ["seq_len", "text"])
+def test_other_data_begin_anew_when_that_is_accepted(straight: tuple[Path, list], tmp_path: Path, changed: str) -> None:
+    copy_until(straight[0], tmp_path, step=2)
+    plan = saving_plan(tmp_path, steps=3)
+    if changed == "seq_len":
+        plan = replace(plan, batch=replace(plan.batch, seq_len=plan.batch.seq_len // 2))
+    else:
+        path = tmp_path / "checkpoint" / "step-2" / "train.json"
+        record = json.loads(path.read_text())
+        record["data"]["stream"]["fingerprint"].update(total_bytes=7, files=None)
+        path.write_text(json.dumps(record))
+    assert "differ" in refused(plan) or "other data" in refused(plan)
+    output: list[str] = []
+    train_ranks(plan, output, accept_changes=True)
+    assert "the data begin anew" in output[0]
+    record = json.loads((tmp_path / "checkpoint" / "step-3" / "train.json").read_text())
+    assert record["data"]["stream"]["samples"] == plan.batch.global_batch_size
+
+
 def test_how_the_work_is_split_may_differ(tmp_path: Path) -> None:
     before = plans.tiny_plan(plans.mesh(4))
     now = plans.tiny_plan(plans.mesh(2, 2), local=2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titan_planner.ir.codec import digest, dumps
@@ -27,7 +28,7 @@ from titan_runtime.checkpoint.tensors import (
     rng_tensors,
     saved_buffers,
 )
-from titan_runtime.data import DataLoader
+from titan_runtime.data import DataError, DataLoader
 from titan_runtime.errors import RunError
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
@@ -233,7 +234,7 @@ class Checkpointer:
         read_tensors(tensors | rng, start.path)
         restore_rng(rng, self._rank, self._device)
         if "data" not in excluded:
-            together(lambda: self._loader.load_state_dict(record.data), "restore the data position")
+            self._load_data(record)
         progress = _without(record.progress, excluded)
         if start.own:
             self._loaded_step = record.progress.step
@@ -242,6 +243,36 @@ class Checkpointer:
         left_out = f", without {', '.join(excluded)}" if excluded else ""
         self._say(f"resuming from {start.path} (step {record.progress.step}){left_out}")
         return progress
+
+    def _load_data(self, record: Record) -> None:
+        """Go on in the data where the saved run was; over other data, and only when that is accepted, begin anew."""
+        beginning = self._loader.state_dict()
+        try:
+            together(
+                lambda: self._loader.load_state_dict(record.data, other_batch_size=self._accept_changes),
+                "restore the data position",
+            )
+            return
+        except RunError:
+            # All ranks are here when one is: a position that no rank can use is no reason to stop if that is accepted.
+            if not self._accept_changes or not self._of_other_data(record):
+                raise
+        together(lambda: self._loader.load_state_dict(beginning), "restore the data position")
+        self._say(
+            "the data begin anew: the saved position belongs to other data or another way to cut them into samples"
+        )
+
+    def _of_other_data(self, record: Record) -> bool:
+        """Whether that is the only thing wrong with the saved position, on all ranks."""
+        try:
+            self._loader.load_state_dict(record.data, other_batch_size=True)
+        except DataError as error:
+            usable = error.rule == "same-data"
+        else:
+            usable = True
+        verdicts: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(verdicts, usable)
+        return all(verdicts)
 
 
 def _aside(moved: list[tuple[int, Path]]) -> list[str]:
