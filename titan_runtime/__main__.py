@@ -91,7 +91,7 @@ def _run(
         report = Report("", torch.__version__, version(), [problem or "the plan cannot be read"])
         seconds = _PREFLIGHT_SECONDS
     else:
-        report = local_report(plan, arguments.plan, digest(plan), world_size, local_rank)
+        report = local_report(plan, arguments.plan, digest(plan), world_size, local_rank, arguments.accept_changes)
         seconds = plan.job.comm.init_timeout_seconds
     agree(report, store, rank, world_size, timedelta(seconds=seconds))
     assert plan is not None  # a rank without a plan has a problem, and then `agree` raises

@@ -15,6 +15,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from titan_planner.ir.codec import encode
 from titan_planner.ir.plan import Plan
 from titan_runtime.agreement import name_ranks, one_sentence
 from titan_runtime.capabilities import unsupported
@@ -30,16 +31,22 @@ MEMORY_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says about itself. `problems` are sentences; the other fields must be equal on all ranks."""
+    """What one rank says about itself. `problems` are sentences; the other fields must be equal on all ranks.
+
+    `run` is the run as the command line has it, beyond the plan's decisions: field -> value.
+    """
 
     digest: str
     torch: str
     titan: str
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    run: dict[str, str] = field(default_factory=dict)
 
 
-def local_report(plan: Plan, path: str, digest: str, world_size: int, local_rank: int) -> Report:
+def local_report(
+    plan: Plan, path: str, digest: str, world_size: int, local_rank: int, accept_changes: bool = False
+) -> Report:
     """The checks that a rank makes alone. Imports torch, but touches no other rank."""
     import torch
 
@@ -59,7 +66,7 @@ def local_report(plan: Plan, path: str, digest: str, world_size: int, local_rank
         if not problems and plan.cluster.gpu.device == "cuda":
             gib = torch.cuda.get_device_properties(local_rank).total_memory / 2**30
             warnings += memory_warnings(plan, gib)
-    return Report(digest, torch.__version__, version(), problems, warnings)
+    return Report(digest, torch.__version__, version(), problems, warnings, effective_run(plan, accept_changes))
 
 
 def wrong_world_size(plan: Plan, path: str, world_size: int) -> list[str]:
@@ -182,10 +189,38 @@ def _verdict(reports: dict[int, Report], silent: list[int], timeout: timedelta) 
             line = _differences({rank: getattr(report, name) for rank, report in reports.items()}, what)
             if line:
                 lines.append(f"{line}\n    try: {fix}")
+        if not lines:
+            lines += _other_runs(reports)
     return "\n".join(lines) or None
 
 
-def _differences(values: dict[int, str], what: str) -> str | None:
+def effective_run(plan: Plan, accept_changes: bool) -> dict[str, str]:
+    """What the command line may have changed, as short text, for comparison between ranks."""
+    found = {"--accept-changes": str(accept_changes)}
+
+    def walk(address: str, value: object) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(f"{address}.{name}", inner)
+        else:
+            found[address] = value if isinstance(value, str) else json.dumps(value)
+
+    walk("job", encode(plan.job))
+    walk("data", encode(plan.data))
+    return found
+
+
+def _other_runs(reports: dict[int, Report]) -> list[str]:
+    names = dict.fromkeys(name for report in reports.values() for name in report.run)
+    found = [
+        _differences({rank: report.run.get(name, "none") for rank, report in reports.items()}, f"another `{name}`", 200)
+        for name in names
+    ]
+    lines = [line for line in found if line]
+    return [*lines, "    try: give every node the same options"] if lines else []
+
+
+def _differences(values: dict[int, str], what: str, width: int = 12) -> str | None:
     groups: dict[str, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -193,10 +228,10 @@ def _differences(values: dict[int, str], what: str) -> str | None:
         return None
     # The largest group is taken to be right; among equals the one with the lowest rank.
     right = max(groups, key=lambda value: (len(groups[value]), -groups[value][0]))
-    others = "; ".join(f"{name_ranks(ranks)}: {value[:12]}" for value, ranks in groups.items() if value != right)
+    others = "; ".join(f"{name_ranks(ranks)}: {value[:width]}" for value, ranks in groups.items() if value != right)
     count = sum(len(ranks) for value, ranks in groups.items() if value != right)
     have = "has" if count == 1 else "have"
-    return f"{count} of {len(values)} ranks {have} {what} ({others}) than the rest ({right[:12]})"
+    return f"{count} of {len(values)} ranks {have} {what} ({others}) than the rest ({right[:width]})"
 
 
 def _warnings(reports: dict[int, Report]) -> list[str]:

@@ -25,6 +25,7 @@ from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, 
 from titan_runtime.checkpoint import Checkpointer
 from titan_runtime.data import DataLoader, PackedStream, open_stream
 from titan_runtime.errors import RunError
+from titan_runtime.lock import FolderLock
 from titan_runtime.loss import loss_function, measured_loss
 from titan_runtime.mesh import build_mesh, data_group, data_rank
 from titan_runtime.metrics import Console, Meter, ScalarWriter, StepLog, WandbWriter
@@ -59,6 +60,8 @@ def train(
     world = build_mesh(plan.mesh, device.type)
     _seed(plan, rank)
 
+    dump_folder = Path(plan.job.dump_folder)
+    lock = together(lambda: FolderLock(dump_folder) if rank == 0 else None, "lock the dump folder", rank_0_only=True)
     announce(console, plan)
     module = build_model(plan, world, device)
     names = [parameter.fqn for parameter in parameters(plan.model)]
@@ -83,7 +86,9 @@ def train(
     steps = plan.job.steps
     if progress.step >= steps:
         console.say(f"nothing to do: the checkpoint is at step {progress.step} of {steps}")
+        _release(lock)
         return 0
+    checkpoints.leave_other_branch()
     warn_about_schedule(console, plan, progress.schedule_start)
 
     log = _open_log(plan, rank, progress.step)
@@ -170,10 +175,16 @@ def train(
         log.close()
     scalars.close()
     wandb.close()
+    _release(lock)
     if signal:
         return 128 + signal
     say_done(console, plan, progress.step, result.loss if result else None)
     return 0
+
+
+def _release(lock: FolderLock | None) -> None:
+    if lock is not None:
+        lock.release()
 
 
 def _open_log(plan: Plan, rank: int, step: int) -> StepLog | None:

@@ -315,6 +315,47 @@ def test_a_chosen_step_is_resumed_and_later_ones_are_replaced(straight: tuple[Pa
     assert "steps there: 2, 4, 6" in sentence
 
 
+def test_a_run_from_an_earlier_step_puts_the_branch_it_leaves_aside(
+    straight: tuple[Path, list], tmp_path: Path
+) -> None:
+    copy_until(straight[0], tmp_path, step=6)
+    output: list[str] = []
+    train_ranks(saving_plan(tmp_path, load_step=2, keep_latest_k=2, interval=3, steps=3), output)
+    assert saved_steps(tmp_path) == [2, 3]
+    assert "abandoned branch (steps 4, 6) as abandoned-step-4, abandoned-step-6 in" in output[0]
+    resumed: list[str] = []
+    again = train_ranks(saving_plan(tmp_path), resumed)
+    assert "step-3 (step 3)" in resumed[0]
+    assert [line["step"] for line in again] == [1, 2, 3, 4, 5, 6]
+    # A second branch does not overwrite what the first one left.
+    train_ranks(saving_plan(tmp_path, load_step=3, steps=4))
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir() if path.name.startswith("abandoned")} == {
+        "abandoned-step-4",
+        "abandoned-step-4-2",
+        "abandoned-step-6",
+        "abandoned-step-6-2",
+    }
+
+
+def test_steps_counted_anew_leave_the_old_branch_at_the_first_save(straight: tuple[Path, list], tmp_path: Path) -> None:
+    copy_until(straight[0], tmp_path, step=6)
+    output: list[str] = []
+    train_ranks(saving_plan(tmp_path, exclude_from_loading=("train_state",), steps=3, keep_latest_k=2), output)
+    assert saved_steps(tmp_path) == [2, 3]
+    assert (tmp_path / "checkpoint" / "abandoned-step-6" / ".metadata").is_file()
+    assert "abandoned-step-4" in output[0]
+    assert [line["step"] for line in train_ranks(saving_plan(tmp_path, steps=4))] == [1, 2, 3, 4]
+
+
+def test_the_checkpoint_just_saved_is_never_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2, 3, 9):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    folder.keep(1, saved=3)
+    assert sorted(entry.step for entry in folder.entries()) == [3, 9]
+
+
 def test_weights_alone_can_be_saved_last_and_started_from(tmp_path: Path) -> None:
     first = tmp_path / "first"
     train_ranks(saving_plan(first, interval=2, steps=3, last_save_model_only=True, export_dtype="bfloat16"))
@@ -355,6 +396,43 @@ def test_a_plan_that_changes_what_is_trained_is_refused_by_name(straight: tuple[
     resumed = train_ranks(changed, output, accept_changes=True)
     assert "resuming although the plan now differs in optimizer.lr, seeds.seed" in output[0]
     assert resumed[4]["lr"] == 5e-3
+
+
+def test_another_batch_size_goes_on_after_the_samples_that_were_seen(
+    straight: tuple[Path, list], tmp_path: Path
+) -> None:
+    copy_until(straight[0], tmp_path, step=2)
+    record = json.loads((tmp_path / "checkpoint" / "step-2" / "train.json").read_text())
+    batch, samples = record["data"]["global_batch_size"], record["data"]["stream"]["samples"]
+    plan = saving_plan(tmp_path)
+    larger = replace(plan, batch=replace(plan.batch, global_batch_size=3 * batch, accumulation_steps=3 * 2))
+    assert "batch.global_batch_size" in refused(larger)
+    resumed = train_ranks(larger, accept_changes=True)
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
+    record = json.loads((tmp_path / "checkpoint" / "step-6" / "train.json").read_text())
+    assert record["data"]["stream"]["samples"] == samples + 4 * 3 * batch  # no multiple of the new batch
+    train_ranks(replace(larger, job=replace(larger.job, steps=7)))
+    record = json.loads((tmp_path / "checkpoint" / "step-7" / "train.json").read_text())
+    assert record["data"]["stream"]["samples"] == samples + 5 * 3 * batch
+
+
+@pytest.mark.parametrize("changed", ["seq_len", "text"])
+def test_other_data_begin_anew_when_that_is_accepted(straight: tuple[Path, list], tmp_path: Path, changed: str) -> None:
+    copy_until(straight[0], tmp_path, step=2)
+    plan = saving_plan(tmp_path, steps=3)
+    if changed == "seq_len":
+        plan = replace(plan, batch=replace(plan.batch, seq_len=plan.batch.seq_len // 2))
+    else:
+        path = tmp_path / "checkpoint" / "step-2" / "train.json"
+        record = json.loads(path.read_text())
+        record["data"]["stream"]["fingerprint"].update(total_bytes=7, files=None)
+        path.write_text(json.dumps(record))
+    assert "differ" in refused(plan) or "other data" in refused(plan)
+    output: list[str] = []
+    train_ranks(plan, output, accept_changes=True)
+    assert "the data begin anew" in output[0]
+    record = json.loads((tmp_path / "checkpoint" / "step-3" / "train.json").read_text())
+    assert record["data"]["stream"]["samples"] == plan.batch.global_batch_size
 
 
 def test_how_the_work_is_split_may_differ(tmp_path: Path) -> None:

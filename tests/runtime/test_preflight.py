@@ -20,6 +20,8 @@ from titan_runtime.preflight import (
     _device_problems,
     _package_problems,
     agree,
+    effective_run,
+    local_report,
     memory_warnings,
     wrong_world_size,
 )
@@ -63,6 +65,19 @@ def test_other_versions_are_named_too() -> None:
     told = sentences(3, replace(GOOD, torch="2.12.1"), replace(GOOD, titan="0.2.0"), GOOD)[0]
     assert "1 of 3 ranks has another torch (rank 0: 2.12.1) than the rest (2.13.0)" in told
     assert "1 of 3 ranks has another version of Titan (rank 1: 0.2.0) than the rest (0.1.0)" in told
+
+
+def test_a_rank_with_other_options_is_named_with_the_option() -> None:
+    plan = plans.tiny_plan(job=plans.job("out", 20))
+    other = replace(plan, job=replace(plan.job, steps=21), data=replace(plan.data, path="elsewhere"))
+    report, odd = (replace(GOOD, run=effective_run(p, False)) for p in (plan, other))
+    told = sentences(3, report, odd, report)
+    assert len(set(told)) == 1
+    assert told[0] is not None
+    assert "1 of 3 ranks has another `job.steps` (rank 1: 21) than the rest (20)" in told[0]
+    assert "another `data.path` (rank 1: elsewhere)" in told[0]
+    assert told[0].endswith("try: give every node the same options")
+    assert local_report(plan, "p.json", "d", 1, 0).run == report.run
 
 
 def test_a_problem_of_all_ranks_is_said_once_and_that_of_one_with_its_rank() -> None:

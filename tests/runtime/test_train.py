@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,3 +169,35 @@ def test_what_only_one_rank_lacks_is_said_with_its_rank(tmp_path: Path) -> None:
     first, second = run_ranks(run, 2, process_group=False)
     assert first == second
     assert first.startswith(f"rank 1: {tmp_path}/nothing: There is no such file or folder.")
+
+
+def test_a_second_run_in_the_same_folder_is_one_sentence_and_a_killed_one_leaves_it(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    program = (
+        "import sys, time; from pathlib import Path; from titan_runtime.lock import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(100)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        plan = plans.on_disk(plans.tiny_plan(plans.mesh(2), local=2, job=plans.job(str(folder), 1)))
+
+        def start(rank: Rank) -> str:
+            from titan_runtime.errors import RunError
+            from titan_runtime.train import train
+
+            try:
+                train(plan, rank.index, rank.world_size, rank.store)
+            except RunError as error:
+                return str(error) if error.agreed else "not agreed"
+            return "done"
+
+        told = run_ranks(start, 2, process_group=False)
+        assert told[0] == told[1]
+        assert told[0].startswith(f"{folder} is in use by another run (process {holder.pid} on ")
+        assert "another --dump-folder" in told[0]
+    finally:
+        holder.kill()  # SIGKILL
+        holder.wait()
+    assert run_ranks(start, 2, process_group=False) == ["done", "done"]

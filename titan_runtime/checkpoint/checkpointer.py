@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titan_planner.ir.codec import digest, dumps
@@ -27,7 +28,7 @@ from titan_runtime.checkpoint.tensors import (
     rng_tensors,
     saved_buffers,
 )
-from titan_runtime.data import DataLoader
+from titan_runtime.data import DataError, DataLoader
 from titan_runtime.errors import RunError
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
@@ -70,6 +71,8 @@ class Checkpointer:
         self._excluded: list[str] = []
         self._saved_at = time.monotonic()
         self._saved_step = -1
+        self._loaded_step: int | None = None  # of the own checkpoint that this run began from
+        self._restarted = False  # steps are counted anew from a checkpoint of this folder, which is not yet replaced
 
     # ---------------------------------------------------------------- saving
 
@@ -107,7 +110,9 @@ class Checkpointer:
             if self._rank == 0:
                 self.folder.abandon(step)
             raise
-        on_first_rank(lambda: self._finish(step), "publish the checkpoint")
+        for note in on_first_rank(lambda: self._finish(step), "publish the checkpoint"):
+            self._say(note)
+        self._restarted = False
         self._saved_step, self._saved_at = step, time.monotonic()
         return self.folder.path(step)
 
@@ -126,9 +131,29 @@ class Checkpointer:
         )
         record.write(folder)
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int) -> list[str]:
+        notes: list[str] = []
+        if self._restarted:
+            # From here on this run has a checkpoint of its own; until now the one it began from was the place to go
+            # back to. First the one whose name is needed, and the rest once the new one is there.
+            notes += _aside(self.folder.set_aside(step - 1, step))
         self.folder.publish(step)
-        self.folder.keep(self.job.keep_latest_k)
+        if self._restarted:
+            notes += _aside(self.folder.set_aside(step)) + _aside(self.folder.set_aside(-1, step - 1))
+        self.folder.keep(self.job.keep_latest_k, step)
+        return notes
+
+    def leave_other_branch(self) -> None:
+        """Before the first step: put the checkpoints aside that lie after the chosen one, so that there is one history.
+
+        With a `load_step` they are of a branch that this run leaves. Without one they are no branch: saves that were
+        cut short, or weights alone.
+        """
+        if self._loaded_step is None or (self.job.load_step < 0 and not self._restarted):
+            return
+        loaded = self._loaded_step
+        for note in on_first_rank(lambda: _aside(self.folder.set_aside(loaded)), "put later checkpoints aside"):
+            self._say(note)
 
     # --------------------------------------------------------------- loading
 
@@ -209,13 +234,53 @@ class Checkpointer:
         read_tensors(tensors | rng, start.path)
         restore_rng(rng, self._rank, self._device)
         if "data" not in excluded:
-            together(lambda: self._loader.load_state_dict(record.data), "restore the data position")
+            self._load_data(record)
         progress = _without(record.progress, excluded)
         if start.own:
+            self._loaded_step = record.progress.step
+            self._restarted = progress.step != record.progress.step
             self._saved_step = progress.step
         left_out = f", without {', '.join(excluded)}" if excluded else ""
         self._say(f"resuming from {start.path} (step {record.progress.step}){left_out}")
         return progress
+
+    def _load_data(self, record: Record) -> None:
+        """Go on in the data where the saved run was; over other data, and only when that is accepted, begin anew."""
+        beginning = self._loader.state_dict()
+        try:
+            together(
+                lambda: self._loader.load_state_dict(record.data, other_batch_size=self._accept_changes),
+                "restore the data position",
+            )
+            return
+        except RunError:
+            # All ranks are here when one is: a position that no rank can use is no reason to stop if that is accepted.
+            if not self._accept_changes or not self._of_other_data(record):
+                raise
+        together(lambda: self._loader.load_state_dict(beginning), "restore the data position")
+        self._say(
+            "the data begin anew: the saved position belongs to other data or another way to cut them into samples"
+        )
+
+    def _of_other_data(self, record: Record) -> bool:
+        """Whether that is the only thing wrong with the saved position, on all ranks."""
+        try:
+            self._loader.load_state_dict(record.data, other_batch_size=True)
+        except DataError as error:
+            usable = error.rule == "same-data"
+        else:
+            usable = True
+        verdicts: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(verdicts, usable)
+        return all(verdicts)
+
+
+def _aside(moved: list[tuple[int, Path]]) -> list[str]:
+    if not moved:
+        return []
+    steps = ", ".join(str(step) for step, _ in moved)
+    names = ", ".join(path.name for _, path in moved)
+    return [f"put aside the checkpoints of an abandoned branch (steps {steps}) as {names} in {moved[0][1].parent}"]
 
 
 def _without(saved: Progress, excluded: list[str]) -> Progress:

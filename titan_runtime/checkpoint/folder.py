@@ -81,9 +81,29 @@ class CheckpointFolder:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def keep(self, latest: int) -> None:
-        """Remove the oldest complete checkpoints until `latest` are left; 0 keeps all."""
-        complete = [entry for entry in self.entries() if entry.complete]
+    def set_aside(self, after: int, upto: int | None = None) -> list[tuple[int, Path]]:
+        """Rename the checkpoints of the steps after `after` (and up to `upto`), so that no run takes them for its own.
+
+        Returns their steps, in order, and what they are called now.
+        """
+        moved = []
+        for entry in reversed(self.entries()):
+            if entry.step <= after or (upto is not None and entry.step > upto):
+                continue
+            name, count = f"abandoned-{entry.path.name}", 1
+            while (self.root / name).exists():
+                count += 1
+                name = f"abandoned-{entry.path.name}-{count}"
+            entry.path.rename(self.root / name)
+            moved.append((entry.step, self.root / name))
+        return moved
+
+    def keep(self, latest: int, saved: int) -> None:
+        """Remove the oldest complete checkpoints up to that of step `saved` until `latest` are left; 0 keeps all.
+
+        `saved` is the newest of this run's history and never removed; what lies after it belongs to no history of it.
+        """
+        complete = [entry for entry in self.entries() if entry.complete and entry.step <= saved]
         for entry in complete[latest:] if latest else []:
             # Renamed first: a removal that is cut short must not leave a damaged checkpoint under a good name.
             doomed = entry.path.with_name(f"{entry.path.name}.deleted")

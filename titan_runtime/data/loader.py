@@ -67,7 +67,7 @@ class DataLoader:
     ends with the loader and with the program.) The loader owns the stream: nothing else may use it.
 
     Attributes:
-        step: number of batches consumed since the stream's first sample: the step of the next batch.
+        step: number of whole batches (of this loader's size) consumed since the stream's first sample.
         accumulation_steps: microbatches in a batch.
         wait_s: seconds that the consumer has waited for batches, over the loader's life.
     """
@@ -130,6 +130,7 @@ class DataLoader:
         self.accumulation_steps = own // local_batch_size
         self.wait_s = 0.0
         self.step = 0
+        self._offset = 0  # of the first sample of all batches, when a part of the run had another batch size
         self._stream_state: dict[str, Any] = {}
         self._reader = _BatchReader(
             stream,
@@ -185,14 +186,17 @@ class DataLoader:
             "format": STATE_FORMAT,
             "step": self.step,
             "global_batch_size": self._global_batch_size,
+            **({"offset": self._offset} if self._offset else {}),
             "stream": copy.deepcopy(self._stream_state),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, other_batch_size: bool = False) -> None:
         """Go to a boundary saved by :meth:`state_dict` of any rank, under any data-parallel degree.
 
-        Raises :class:`DataError` when the state is none, or belongs to other data or another global batch size. The
-        loader is then where it was.
+        With ``other_batch_size`` it may be of another global batch size: the place is counted in samples, and the next
+        batch begins with the first sample not consumed yet. Raises :class:`DataError` when the state is none, or
+        belongs to other data or (without ``other_batch_size``) another global batch size. The loader is then where it
+        was.
         """
         if (
             not isinstance(state, Mapping)
@@ -205,7 +209,7 @@ class DataLoader:
                 rule="state",
                 fix="restore a state that was saved by this version",
             )
-        if state.get("global_batch_size") != self._global_batch_size:
+        if not other_batch_size and state.get("global_batch_size") != self._global_batch_size:
             raise DataError(
                 f"The state was saved with a global batch of {state.get('global_batch_size')!r} samples and the "
                 f"loader has one of {self._global_batch_size}.",
@@ -216,7 +220,9 @@ class DataLoader:
         self._end_thread()
         try:
             self._reader.stream.restore(state["stream"])
-            self._begin_at(state["stream"])
+            # After another batch size a batch may begin anywhere; the state says where, so that damage is still seen.
+            other = state.get("global_batch_size") != self._global_batch_size
+            self._begin_at(state["stream"], state["stream"]["samples"] if other else state.get("offset", 0))
         except DataError:
             # The stream may have been read ahead: back to the boundary the consumer is at.
             self._reader.stream.restore(self._stream_state)
@@ -234,15 +240,17 @@ class DataLoader:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _begin_at(self, stream_state: Mapping[str, Any]) -> None:
+    def _begin_at(self, stream_state: Mapping[str, Any], offset: int = 0) -> None:
+        """Go on at a place that is a whole number of batches after sample `offset`."""
         samples = stream_state["samples"]
-        if samples % self._global_batch_size:
+        if type(offset) is not int or (samples - offset) % self._global_batch_size:
             raise DataError(
                 f"The stream is at sample {samples}, inside a global batch of {self._global_batch_size}.",
                 place="global_batch_size",
                 rule="step-boundary",
                 fix="start at a sample between two global batches",
             )
+        self._offset = offset % self._global_batch_size
         self.step = samples // self._global_batch_size
         self._stream_state = copy.deepcopy(dict(stream_state))
 
