@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint, SpecError
-from titan_planner.ir.execution import ActivationCheckpoint, CheckpointPolicy, Compile, Float8, Loss
+from titan_planner.ir.execution import KEEP_ALL, ActivationCheckpoint, Compile, Float8, Loss
 from titan_planner.ir.job import (
     Checkpoint,
     Comm,
@@ -31,15 +31,6 @@ from titan_planner.ir.request import DEGREE_FIELDS, Spec
 from titan_planner.ir.verify import verify
 from titan_planner.layout import lay_out, meshes
 from titan_planner.stages import InfeasibleStages
-
-NO_CHECKPOINT = CheckpointPolicy(
-    name="none",
-    mode="none",
-    save_ops=(),
-    recompute_every_second_matmul=False,
-    force_recompute_fqns=(),
-    memory_budget=None,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +146,7 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
         ),
         expert_parallel=ExpertParallel(comm_backend="standard", capacity_factor=None, force_load_balance=False),
         activation_checkpoint=ActivationCheckpoint(
-            policies=(NO_CHECKPOINT,),
+            policies=(KEEP_ALL,),
             preserve_rng_state=request.activation_checkpoint.preserve_rng_state,
             early_stop=request.activation_checkpoint.early_stop,
             determinism_check=request.activation_checkpoint.determinism_check,

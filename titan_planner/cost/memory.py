@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from titan_planner.ir.execution import CheckpointPolicy
+from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy
 from titan_planner.ir.fqn import matches
 from titan_planner.ir.inventory import Parameter, muon_parameters, parameters
 from titan_planner.ir.model import Block, Gqa, Moe, SwiGlu
@@ -160,15 +160,7 @@ def block_activation_bytes(plan: Plan, block: Block, policy: CheckpointPolicy) -
 
 def _working_bytes(plan: Plan, blocks: list[Block]) -> float:
     """One block's activations are whole while it runs backward, whatever the policy keeps before."""
-    keep_all = CheckpointPolicy(
-        name="none",
-        mode="none",
-        save_ops=(),
-        recompute_every_second_matmul=False,
-        force_recompute_fqns=(),
-        memory_budget=None,
-    )
-    return max(block_activation_bytes(plan, block, keep_all) for block in {id(b): b for b in blocks}.values())
+    return max(block_activation_bytes(plan, block, KEEP_ALL) for block in {id(b): b for b in blocks}.values())
 
 
 def _unsharded_bytes(plan: Plan, fqns: list[str], numel: dict[str, int]) -> float:

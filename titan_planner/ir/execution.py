@@ -50,6 +50,17 @@ class CheckpointPolicy:
                 )
 
 
+KEEP_ALL = CheckpointPolicy(
+    name="none",
+    mode="none",
+    save_ops=(),
+    recompute_every_second_matmul=False,
+    force_recompute_fqns=(),
+    memory_budget=None,
+)
+"""The policy of modules that recompute nothing; every plan has it."""
+
+
 @record
 class ActivationCheckpoint:
     """The policies that layers use, and options common to them."""

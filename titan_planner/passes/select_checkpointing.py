@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from titan_planner.cost.estimate import estimate
-from titan_planner.ir.execution import CheckpointPolicy
+from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy
 from titan_planner.ir.fqn import fold, pattern_matches
 from titan_planner.ir.inventory import linear_modules
 from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES
@@ -13,15 +13,7 @@ from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import ActivationCheckpointSpec
 from titan_planner.passes.context import Context
 
-NONE = CheckpointPolicy(
-    name="none",
-    mode="none",
-    save_ops=(),
-    recompute_every_second_matmul=False,
-    force_recompute_fqns=(),
-    memory_budget=None,
-)
-FULL = replace(NONE, name="full", mode="full")
+FULL = replace(KEEP_ALL, name="full", mode="full")
 
 SAVE_OPS = (
     "aten.mm.default",
@@ -48,7 +40,7 @@ def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
     tried = []
     # Schedules that split backward cannot checkpoint selectively (rule pp-split-backward-selective).
     split = plan.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
-    for policy in (NONE, FULL) if split else (NONE, _selective(plan, asked), FULL):
+    for policy in (KEEP_ALL, FULL) if split else (KEEP_ALL, _selective(plan, asked), FULL):
         candidate = _uniform(plan, policy)
         result = estimate(candidate)
         tried.append(f"{policy.name} needs {result.peak_memory_gib:.1f} GiB")
@@ -63,12 +55,12 @@ def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
 def _pinned(plan: Plan, asked: ActivationCheckpointSpec) -> Plan:
     match asked.mode:
         case "none":
-            return _uniform(plan, NONE)
+            return _uniform(plan, KEEP_ALL)
         case "full":
             return _uniform(plan, FULL)
         case "memory_budget":
             return _uniform(
-                plan, replace(NONE, name="memory_budget", mode="memory_budget", memory_budget=asked.memory_budget)
+                plan, replace(KEEP_ALL, name="memory_budget", mode="memory_budget", memory_budget=asked.memory_budget)
             )
         case _:
             if asked.selective_ac_option == "op":
@@ -94,7 +86,7 @@ def _uniform(plan: Plan, policy: CheckpointPolicy) -> Plan:
     layers = tuple(
         replace(layer, checkpoint=policy.name) if layer.fqn.startswith("layers.") else layer for layer in plan.layers
     )
-    policies = (NONE,) if policy.name == "none" else (NONE, policy)
+    policies = (KEEP_ALL,) if policy.name == "none" else (KEEP_ALL, policy)
     return replace(plan, layers=layers, activation_checkpoint=replace(plan.activation_checkpoint, policies=policies))
 
 
