@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -39,16 +38,6 @@ REMARKS = (
     Remark(kind="missed", by="filter_float8", address="layers.*.attention.wk", message="too small to gain"),
     Remark(kind="applied", by="filter_float8", address="float8", message="160 linears converted"),
 )
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """The best of five."""
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def line_with(text: str, words: str) -> str:
@@ -330,12 +319,6 @@ def test_no_line_is_wider_than_the_page(width: int) -> None:
     ]
     for text in texts:
         assert max(map(len, text.splitlines())) <= width
-
-
-def test_show_of_405b_takes_less_than_50_ms() -> None:
-    plan = llama_405b()
-    assert seconds(lambda: show(plan)) < 0.050
-    assert seconds(lambda: explain(plan, "layers.17.attention.wk")) < 0.050
 
 
 def test_a_plan_without_estimate_is_shown() -> None:
