@@ -115,6 +115,7 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
         batch = layout.batch
         message = f"no global batch is pinned: {batch.local_batch_size} sequences x {mesh.dp} data-parallel ranks"
         remarks.append(Remark(kind="analysis", by="lower", address="batch.global_batch_size", message=message))
+    remarks += _unused(spec)
     param_dtype = training.mixed_precision_param
     if param_dtype == "auto":
         param_dtype = training.dtype if problem.cluster.gpu.device == "cpu" else "bfloat16"
@@ -177,6 +178,18 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
         estimate=None,
         remarks=tuple(remarks),
     )
+
+
+def _unused(spec: Spec) -> list[Remark]:
+    """What the spec asks for and no part of the planner reads yet."""
+    unused = []
+    if spec.objective != "max_throughput":
+        message = f"{spec.objective}: no time or cost is predicted yet: the plain rule was used"
+        unused.append(Remark(kind="missed", by="lower", address="request.objective", message=message))
+    if spec.training.token_budget is not None:
+        message = "no time or cost is predicted yet: the budget is only recorded"
+        unused.append(Remark(kind="missed", by="lower", address="job.token_budget", message=message))
+    return unused
 
 
 def _optimizer(problem: Problem) -> Optimizer:
