@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
+
+if __name__ == "__main__":
+    # Until the loop takes Ctrl-C as a wish to save there is nothing to save: end, and not with a traceback of imports.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
 
 from titan_planner.ir.codec import digest
 from titan_planner.ir.errors import PlanError
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.verify import load_plan
 from titan_runtime import version
-from titan_runtime.errors import RunError, user_errors
+from titan_runtime.errors import LostConnection, RunError, naming_lost_connections, user_errors
 from titan_runtime.overrides import add_arguments, apply_overrides
+from titan_runtime.torchrun import torchrun_advice
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,8 +51,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank. Returns the exit code; exceptions that are no user's error come out with their traceback."""
     arguments = parser().parse_args(argv)
-    rank, world_size, local_rank = _place(os.environ)
     written, plan, problem = _load(arguments)
+    try:
+        rank, world_size, local_rank = _place(os.environ)
+        _require_launcher(os.environ, world_size, plan, arguments.plan)
+    except RunError as error:
+        print(f"titan: {error}", file=sys.stderr)
+        return 1
     if plan is not None:
         # Before torch is imported: allocators and communication libraries read their variables when they start.
         os.environ.update(plan.job.environment)
@@ -64,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RunError) and error.agreed:
             _stop()
         # Else other ranks may be inside a collective that never ends; to leave the group would be to wait for them.
+        return 1
+    except LostConnection as error:
+        # Not claimed as the one thing said: the rank that ended first may still be about to say why.
+        if store is None or not _said(store):
+            print(f"titan: rank {rank} {error}", file=sys.stderr, flush=True)
         return 1
     except Exception:
         # When another rank has said what is wrong, its end is why this rank's collectives break: no second story.
@@ -98,16 +114,32 @@ def _run(
 
     from titan_runtime.train import train
 
-    code = train(plan, rank, world_size, store, written_plan=written, accept_changes=arguments.accept_changes)
+    with naming_lost_connections(lambda: "before or after training"):
+        code = train(plan, rank, world_size, store, written_plan=written, accept_changes=arguments.accept_changes)
     distributed.stop()
     return code
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """(rank, world size, rank on this node), as torchrun says, or those of a single process started without it."""
-    return tuple(int(environment.get(name, default)) for name, default in _PLACE)  # type: ignore[return-value]
+    found = {name: environment.get(name, default) for name, default in _PLACE}
+    for name, text in found.items():
+        if not (text.isascii() and text.isdigit()):
+            raise RunError(f"the environment variable {name} is {text!r}, not a number", hint=_UNSET)
+    rank, world_size, local_rank = (int(text) for text in found.values())
+    if rank >= world_size:
+        raise RunError(f"the environment has RANK={rank}, which is none of WORLD_SIZE={world_size} ranks", hint=_UNSET)
+    return rank, world_size, local_rank
 
 
+def _require_launcher(environment: Mapping[str, str], world_size: int, plan: Plan | None, path: str) -> None:
+    """RunError when there are other ranks and no way to find them: waiting for them would be in vain."""
+    if world_size > 1 and "MASTER_ADDR" not in environment:
+        advice = "start all ranks with torchrun" if plan is None else torchrun_advice(plan, path)
+        raise RunError(f"WORLD_SIZE is {world_size}, but MASTER_ADDR does not say where the ranks meet", hint=advice)
+
+
+_UNSET = "start all ranks with torchrun, which sets it, or unset RANK, WORLD_SIZE and LOCAL_RANK"
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 

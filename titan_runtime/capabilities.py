@@ -61,6 +61,12 @@ MISSING: tuple[Missing, ...] = (
         "give all layers with a memory budget the same one",
     ),
     Missing(
+        "layers.checkpoint",
+        lambda p: "model" in p.compile.components and p.compile.enable and bool(memory_budgets(p)) and _keeps_all(p),
+        "blocks with a memory budget beside blocks that keep everything (the compiler has one budget for all)",
+        "give all blocks the same memory budget, or none of them one",
+    ),
+    Missing(
         "data.source",
         lambda p: p.data.source == "huggingface",
         "streaming from Hugging Face",
@@ -96,3 +102,9 @@ def memory_budgets(plan: Plan) -> set[float]:
     return {
         p.memory_budget for p in plan.activation_checkpoint.policies if p.name in used and p.memory_budget is not None
     }
+
+
+def _keeps_all(plan: Plan) -> bool:
+    """Whether a block (they are what is compiled) keeps all its activations."""
+    modes = {policy.name: policy.mode for policy in plan.activation_checkpoint.policies}
+    return any(modes.get(layer.checkpoint) == "none" for layer in plan.layers if layer.fqn.startswith("layers."))

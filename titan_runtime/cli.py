@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -46,6 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(given)
     if arguments.verb == "completion":
         return _completion(arguments.shell)
+    try:
+        return _train(arguments, given)
+    except KeyboardInterrupt:  # before the launcher minds signals
+        return 130
+
+
+def _train(arguments: argparse.Namespace, given: list[str]) -> int:
     from titan_runtime.launch import launch
 
     # The runtime parses its options itself, so all but the verb, the plan and the launcher's own go on as they came.
@@ -72,7 +80,11 @@ def _completion(shell: str) -> int:
     except ImportError:
         print("titan-run: shell completion needs the package shtab\n    try: pip install shtab", file=sys.stderr)
         return 1
-    print(shtab.complete(parser(), shell=shell))
+    try:
+        print(shtab.complete(parser(), shell=shell), flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough; the interpreter must not try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

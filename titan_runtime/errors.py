@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class RunError(Exception):
     """Something the user asked for cannot be done here: what, where, and one thing to try.
@@ -31,3 +35,38 @@ def user_errors() -> tuple[type[Exception], ...]:
 def reason(error: BaseException) -> str:
     """Why the operating system said no, without errno and file name: "No space left on device"."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+class LostConnection(Exception):
+    """Another rank is gone: why is that rank's to say, and here there is nothing to mend."""
+
+
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+    "socket closed",
+)
+
+
+@contextmanager
+def naming_lost_connections(during: Callable[[], str]) -> Iterator[None]:
+    """Turn what a collective raises when another rank is gone into LostConnection; `during` says what was being done."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, RuntimeError) and any(words in str(cause).lower() for words in _LOST):
+                raise LostConnection(
+                    f"lost the connection to another rank {during()}; torchrun names the one that ended first"
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def warn(sentence: str) -> None:
+    """Print a warning on this rank."""
+    print(f"titan: warning: {sentence}", file=sys.stderr, flush=True)

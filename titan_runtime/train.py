@@ -24,7 +24,7 @@ from titan_runtime.apply.context import shard_sequences
 from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
 from titan_runtime.checkpoint import Checkpointer
 from titan_runtime.data import DataLoader, PackedStream, open_stream
-from titan_runtime.errors import RunError
+from titan_runtime.errors import RunError, naming_lost_connections
 from titan_runtime.lock import FolderLock
 from titan_runtime.loss import loss_function, measured_loss
 from titan_runtime.mesh import build_mesh, data_group, data_rank
@@ -97,6 +97,7 @@ def train(
     meter, predicted = Meter(plan, device), predictions(plan)
     result = None
     with (
+        naming_lost_connections(lambda: f"during step {progress.step + 1}"),
         StopRequest() as stop,
         loader,
         manual_gc() as collect,

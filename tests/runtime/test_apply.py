@@ -16,7 +16,7 @@ from tests.runtime.test_parity import checkpointed
 from titan_planner.ir.inventory import module_names
 from titan_planner.ir.parallel import FsdpUnit
 from titan_planner.ir.plan import Plan
-from titan_runtime.apply.checkpointing import apply_checkpointing
+from titan_runtime.apply.checkpointing import apply_checkpointing, resolve_op
 from titan_runtime.apply.compile import apply_compile, compiled_loss
 from titan_runtime.apply.fsdp import resolve_units
 from titan_runtime.errors import RunError
@@ -147,6 +147,13 @@ def test_only_the_planned_components_are_compiled() -> None:
     module = build(plan.model)
     apply_compile(module, replace(plan, compile=replace(plan.compile, enable=True, components=("loss",))))
     assert all(block._compiled_call_impl is None for block in module.layers.values())
+
+
+@pytest.mark.parametrize("name", ["aten.mm", "x", "", "aten.mm.default.name", "aten.nope.default"])
+def test_what_is_no_operator_is_named(name: str) -> None:
+    assert resolve_op("some", "aten.mm.default") is torch.ops.aten.mm.default
+    with pytest.raises(RunError, match=f"policy `some` saves `{name}`, which is no operator"):
+        resolve_op("some", name)
 
 
 def test_a_memory_budget_is_given_to_the_compiler() -> None:

@@ -480,9 +480,8 @@ def test_parts_left_out_of_loading_begin_anew_once(straight: tuple[Path, list], 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("train.json", b"{", "this is not the record of a checkpoint"),
-        ("train.json", b'{"format": 1}', "this is not the record of a checkpoint"),
         ("plan.json", b"{}", "the plan stored in"),
+        ("plan.json", b"{}", "--load-step N to resume from an older step"),
         (".metadata", b"nonsense", "cannot be read"),
         ("__1_0.distcp", b"short", "cannot read the checkpoint"),
     ],
@@ -496,6 +495,41 @@ def test_a_damaged_checkpoint_is_one_sentence(
     assert words in sentence
     assert "step-4" in sentence
     assert "try: " in sentence
+
+
+@pytest.mark.parametrize("damage", ["{", '{"format": 1}', "step", "other step", "tokens"])
+def test_a_damaged_record_is_passed_over_with_a_line(straight: tuple[Path, list], tmp_path: Path, damage: str) -> None:
+    copy_until(straight[0], tmp_path, step=4)
+    path = tmp_path / "checkpoint" / "step-4" / "train.json"
+    record = json.loads(path.read_text())
+    match damage:
+        case "step":
+            record["progress"]["step"] = "4"
+        case "other step":
+            record["progress"]["step"] = 12
+        case "tokens":
+            record["progress"]["tokens_seen"] = None
+    path.write_text(damage if damage.startswith("{") else json.dumps(record))
+    plan = saving_plan(tmp_path)
+    folder = CheckpointFolder(tmp_path / "checkpoint")
+    chosen, notes = newest(plan, folder, -1)
+    assert chosen.name == "step-2"
+    assert len(notes) == 1
+    assert f"skipping {path.parent}: it is damaged: {path}: " in notes[0]
+    with pytest.raises(RunError, match="choose another step"):
+        newest(plan, folder, 4)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-2")
+    with pytest.raises(RunError, match="mend or move it away"):  # and no run that begins anew over it
+        newest(plan, folder, -1)
+
+
+def newest(plan: Plan, folder: CheckpointFolder, wanted: int) -> tuple[Path, tuple[str, ...]]:
+    from titan_runtime.checkpoint import Checkpointer
+
+    nothing: Any = None
+    found = Checkpointer(plan, nothing, nothing, nothing, 0, torch.device("cpu"))._newest(folder, wanted)
+    assert found is not None
+    return found
 
 
 def test_a_checkpoint_of_another_model_is_one_sentence(straight: tuple[Path, list], tmp_path: Path) -> None:

@@ -228,7 +228,69 @@ def test_without_torch_the_extra_is_named(folder: Path) -> None:
         assert "pip install 'titan-planner[runtime]'" in said
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        ({"RANK": "-1"}, "RANK is '-1', not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK=2, which is none of WORLD_SIZE=2 ranks"),
+        ({"WORLD_SIZE": "2"}, "try: torchrun --standalone --nproc-per-node 2 -m titan_runtime --plan plan.json"),
+    ],
+)
+def test_a_wrong_environment_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], variables: dict, words: str
+) -> None:
+    from titan_runtime.__main__ import main
+
+    write(folder)
+    monkeypatch.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--plan", "plan.json"]) == 1
+    said = capfd.readouterr().err
+    assert words in said
+    assert said.startswith("titan: ")
+    assert "Traceback" not in said
+
+
+def test_ctrl_c_while_starting_is_130_without_a_traceback(folder: Path) -> None:
+    write(folder)
+    (folder / "start.py").write_text(
+        "import importlib.util, os, runpy, signal, sys\n"
+        "real = importlib.util.find_spec\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'torch':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return real(name, *rest)\n"
+        "importlib.util.find_spec = interrupted\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_module(sys.argv[0], run_name='__main__')\n"
+    )
+    for words in (["titan_runtime", "--plan", "plan.json"], ["titan_runtime.cli", "train", "plan.json"]):
+        result = call([sys.executable, "start.py", *words], folder)
+        assert (result.returncode, result.stderr) == (130, "")
+
+
+def test_a_rank_that_dies_leaves_one_sentence_of_each_other(folder: Path) -> None:
+    write(folder)
+    with started(titan_run("train", "plan.json", "--steps", "5000"), folder) as process:
+        wait_until(lambda: steps(folder) > 3, process, folder)
+        kill(children(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(TIMEOUT) != 0
+    printed = (folder / "printed").read_text()
+    assert "Traceback" not in printed, printed
+    assert printed.count("lost the connection to another rank during step ") == 1, printed
+
+
 # ------------------------------------------------------------------ small verbs
+
+
+def test_completion_into_a_closed_pipe_is_silent(folder: Path) -> None:
+    command = f"{sys.executable} -m titan_runtime.cli completion bash | true"
+    result = call(["bash", "-c", f"set -o pipefail; {command}"], folder)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_help_version_and_completion_do_not_import_torch(folder: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +152,46 @@ def test_scalars_can_be_read_by_tensorboard(tmp_path: Path) -> None:
     tags = set(events.Tags()["scalars"])
     assert {"measured/mfu", "measured/step_time_ms", "plan/mfu", "plan/peak_memory_gib", "training/lr"} <= tags
     assert "measured/reserved_memory_gib" not in tags
+
+
+def test_a_full_disk_ends_the_logs_with_one_warning_each_and_not_the_run(tmp_path: Path) -> None:
+    program = f"""
+import resource
+from dataclasses import replace
+from pathlib import Path
+from tests import plans
+from titan_runtime.metrics import Measurement, ScalarWriter, StepLog
+folder = Path({str(tmp_path)!r})
+plan = plans.tiny_plan(job=plans.job(str(folder), 1))
+plan = replace(plan, job=replace(plan.job, metrics=replace(plan.job.metrics, enable_tensorboard=True)))
+log, scalars = StepLog(folder / "metrics.jsonl", 0), ScalarWriter(plan, 0, 0)
+measured = Measurement(*[1.0] * len(Measurement.__dataclass_fields__))
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+for step in range(1, 50):
+    log.write(step=step, loss=1.0, grad_norm=1.0, lr=1.0, tokens_seen=1)
+    scalars.write(step, 1.0, 1.0, 1.0, 1, measured, {{}})
+    scalars.validation(step, 1.0)
+log.close()
+scalars.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=plans.REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    said = sorted(line for line in done.stderr.splitlines() if line.startswith("titan: warning: "))
+    assert len(said) == 2, done.stderr
+    assert "it has no more lines from step 5 on, training goes on" in "".join(said)
+    assert "it has no more scalars, training goes on" in "".join(said)
+    StepLog(tmp_path / "metrics.jsonl", 100).close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe{"step": 2}\n[]\n{"step": "3"}\n{"step": 4}\n{"st')
+    StepLog(path, 9).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 4}\n'
 
 
 def test_every_rank_writes_its_own_scalars_when_the_plan_says(tmp_path: Path) -> None:

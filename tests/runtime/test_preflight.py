@@ -178,6 +178,12 @@ def _asks_for(address: str) -> Plan:
             layers = tuple(replace(x, checkpoint=name) for x, name in zip(plan.layers, names, strict=True))
             ac = replace(plan.activation_checkpoint, policies=policies)
             return replace(plan, layers=layers, activation_checkpoint=ac)
+        case ["layers", "checkpoint"]:
+            names = ("none", "some", "none", "none", "none")
+            layers = tuple(replace(x, checkpoint=name) for x, name in zip(plan.layers, names, strict=True))
+            ac = replace(plan.activation_checkpoint, policies=(plans.NO_CHECKPOINT, budget("some", 0.5)))
+            compiled = replace(plan.compile, enable=True, components=("model",))
+            return replace(plan, layers=layers, activation_checkpoint=ac, compile=compiled)
         case ["data", _]:
             return replace(plan, data=replace(plan.data, source="huggingface", dataset="c4"))
         case ["job", "checkpoint.async_mode"]:

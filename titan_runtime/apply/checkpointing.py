@@ -99,12 +99,12 @@ def resolve_op(policy: str, name: str) -> Any:
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
-        if found is None:
-            raise RunError(
-                f"activation_checkpoint: policy `{policy}` saves `{name}`, "
-                f"which is no operator of torch {torch.__version__}",
-                hint="name operators as namespace.name.overload, e.g. aten.mm.default",
-            )
+    if not isinstance(found, torch._ops.OpOverload):
+        raise RunError(
+            f"activation_checkpoint: policy `{policy}` saves `{name}`, "
+            f"which is no operator of torch {torch.__version__}",
+            hint="name operators as namespace.name.overload, e.g. aten.mm.default",
+        )
     return found
 
 

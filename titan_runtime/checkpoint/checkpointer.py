@@ -17,7 +17,8 @@ from titan_runtime import version
 from titan_runtime.agreement import on_first_rank, together
 from titan_runtime.apply.fsdp import DTYPES
 from titan_runtime.checkpoint.compatibility import PLAN_FILE, require_compatible
-from titan_runtime.checkpoint.folder import CheckpointFolder, write_file
+from titan_runtime.checkpoint.folder import CheckpointFolder, Entry, write_file
+from titan_runtime.checkpoint.record import FILE as RECORD_FILE
 from titan_runtime.checkpoint.record import Progress, Record, read_record
 from titan_runtime.checkpoint.storage import read_metadata, read_tensors, write_tensors
 from titan_runtime.checkpoint.tensors import (
@@ -203,13 +204,26 @@ class Checkpointer:
                     f"there is no checkpoint of step {wanted} in {folder.root}", hint=f"steps there: {there}"
                 )
         notes: list[str] = []
+        damaged: RunError | None = None
         for entry in entries:
             if not entry.complete:
                 notes.append(f"skipping {entry.path}: its save was cut short (it has no .metadata)")
-            elif not weights_only_too and read_record(entry.path).contents != "full":
-                notes.append(f"skipping {entry.path}: it holds weights only and cannot be resumed")
-            else:
+                continue
+            if weights_only_too:
                 return entry.path, tuple(notes)
+            try:
+                record = _own_record(entry)
+            except RunError as error:
+                damaged = damaged or error
+                notes.append(f"skipping {entry.path}: it is damaged: {error.message}")
+                continue
+            if record.contents == "full":
+                return entry.path, tuple(notes)
+            notes.append(f"skipping {entry.path}: it holds weights only and cannot be resumed")
+        if damaged is not None:
+            # Never begin anew over checkpoints that somebody may still be able to mend.
+            hint = "choose another step" if wanted >= 0 else "mend or move it away, or use another --dump-folder"
+            raise RunError(damaged.message, hint=hint)
         if wanted >= 0:
             raise RunError(notes[0], hint="choose another step")
         if notes:
@@ -273,6 +287,13 @@ class Checkpointer:
         verdicts: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(verdicts, usable)
         return all(verdicts)
+
+
+def _own_record(entry: Entry) -> Record:
+    record = read_record(entry.path)
+    if record.progress.step != entry.step:
+        raise RunError(f"{entry.path / RECORD_FILE}: it is of step {record.progress.step}, not of step {entry.step}")
+    return record
 
 
 def _aside(moved: list[tuple[int, Path]]) -> list[str]:

@@ -26,7 +26,7 @@ def require_compatible(folder: Path, now: Plan, accept_changes: bool) -> list[st
             return [f"unknown, because the stored plan cannot be read ({error.complaints[0].message})"]
         raise RunError(
             f"the plan stored in {folder} cannot be read: {error.complaints[0].message}",
-            hint="--accept-changes resumes without the comparison",
+            hint="--load-step N to resume from an older step, or --accept-changes to resume without the comparison",
         ) from None
     found = diff(before, now)
     if found.of("model"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,30 @@ def read_record(folder: Path) -> Record:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT:
             raise RunError(f"{path}: its format is not {FORMAT}", hint="resume with the version of Titan that wrote it")
-        return Record(**{**data, "progress": Progress(**data["progress"])})
+        return _checked(Record(**{**data, "progress": Progress(**data["progress"])}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"{path}: this is not the record of a checkpoint ({type(error).__name__}: {error})",
             hint=f"move {folder} away; the next older checkpoint is then used",
         ) from None
+
+
+def _checked(record: Record) -> Record:
+    """`record`, or TypeError or ValueError for a value that no save writes."""
+    for found in (record, record.progress):
+        for entry in fields(found):
+            value, wanted = getattr(found, entry.name), _TYPES[str(entry.type)]
+            if type(value) is not wanted:
+                raise TypeError(f"`{entry.name}` is {value!r}")
+    if min(record.progress.step, record.progress.tokens_seen) < 0 or record.contents not in ("full", "model"):
+        raise ValueError(f"step {record.progress.step}, contents {record.contents!r}")
+    return record
+
+
+_TYPES: dict[str, type] = {
+    "int": int,
+    "str": str,
+    "Progress": Progress,
+    "dict[str, Any]": dict,
+    "list[str]": list,
+}

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from titan_runtime.errors import reason, warn
+
 
 class StepLog:
     """Appends a line a step. Opened at a step, it first drops the lines of later steps: they will be made again."""
@@ -20,6 +22,7 @@ class StepLog:
         beside = path.with_name(f"{path.name}.new")
         beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(beside, path)
+        self._path, self._stopped = path, False
         self._stream: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(
@@ -41,25 +44,39 @@ class StepLog:
             "tokens_seen": tokens_seen,
             **(more or {}),
         }
-        self._stream.write(json.dumps(line) + "\n")
-        self._stream.flush()
+        if self._stopped:
+            return
+        try:
+            self._stream.write(json.dumps(line) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            self._stop(step, error)
 
     def close(self) -> None:
         """No more lines."""
-        self._stream.close()
+        try:
+            self._stream.close()
+        except OSError as error:
+            self._stop(None, error)
+
+    def _stop(self, step: int | None, error: OSError) -> None:
+        """A log must not end a run: say once that it is incomplete, and go on without it."""
+        if not self._stopped:
+            where = f" from step {step} on" if step is not None else ""
+            warn(f"{self._path}: {reason(error)}; it has no more lines{where}, training goes on")
+        self._stopped = True
 
 
 def _lines(path: Path) -> list[dict[str, float]]:
-    """The whole lines of a log; a last one that a kill cut short is left out."""
+    """The readable lines of a log; one that a kill cut short or a disk spoiled is left out."""
     if not path.exists():
         return []
     found = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_bytes().splitlines():
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            break
-        found.append(line)
+            line = json.loads(text.decode("utf-8"))
+        except ValueError:  # not UTF-8, or not JSON
+            continue
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            found.append(line)
     return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from titan_planner.ir.plan import Plan
-from titan_runtime.errors import RunError
+from titan_runtime.errors import RunError, reason, warn
 from titan_runtime.metrics.meter import Measurement
 
 
@@ -31,6 +32,7 @@ class ScalarWriter:
                 hint="pip install 'titan-planner[runtime]', or start with --no-tensorboard",
             ) from None
         self.folder = scalar_folder(plan, rank)
+        _quiet_writer_thread()
         self._writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
 
     def write(
@@ -45,28 +47,53 @@ class ScalarWriter:
         more: Mapping[str, float] | None = None,
     ) -> None:
         """Add the points of one log line, with `more` numbers of the training itself."""
-        if self._writer is None:
-            return
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen, **(more or {})}
-        for name, value in values.items():
-            self._writer.add_scalar(f"training/{name}", value, step)
-        for name, value in asdict(measured).items():
-            if value is not None:
-                self._writer.add_scalar(f"measured/{name}", value, step)
-        for name, value in predicted.items():
-            self._writer.add_scalar(f"plan/{name}", value, step)
-        self._writer.flush()
+        points: dict[str, float | None] = {f"training/{name}": value for name, value in values.items()}
+        points |= {f"measured/{name}": value for name, value in asdict(measured).items()}
+        points |= {f"plan/{name}": value for name, value in predicted.items()}
+        self._add(step, points)
 
     def validation(self, step: int, loss: float) -> None:
         """Add the point of one validation."""
-        if self._writer is not None:
-            self._writer.add_scalar("validation/loss", loss, step)
-            self._writer.flush()
+        self._add(step, {"validation/loss": loss})
 
     def close(self) -> None:
         """No more points."""
         if self._writer is not None:
-            self._writer.close()
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._stop(error)
+
+    def _add(self, step: int, points: Mapping[str, float | None]) -> None:
+        if self._writer is None:
+            return
+        try:
+            for name, value in points.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        """A log must not end a run: say once that it is incomplete, and go on without it."""
+        self._writer = None
+        warn(f"{self.folder}: {reason(error)}; it has no more scalars, training goes on")
+
+
+def _quiet_writer_thread() -> None:
+    """The writer's thread hands its error on to us and then prints it as a traceback, which nobody needs twice."""
+    before = threading.excepthook
+    if getattr(before, "of_titan", False):
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (type(args.thread).__name__ == "_AsyncWriterThread" and issubclass(args.exc_type, OSError)):
+            before(args)
+
+    hook.of_titan = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def scalar_folder(plan: Plan, rank: int) -> Path:
