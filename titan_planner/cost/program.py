@@ -1,0 +1,51 @@
+"""The program that runs a plan, as far as it changes what the plan costs: whose kernels, and who holds weights when.
+
+Plans are priced for this runtime. Published measurements come from others too (Megatron-LM, NeMo, llm-foundry, ...); they
+are priced with the same formulas under another `Program`, and marked as what this runtime cannot execute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Kernels: TypeAlias = Literal["plan", "eager", "compiled", "fused"]
+"""Who fuses memory-bound ops: as the plan says; nobody; torch.compile; or hand-written kernels (norm, SwiGLU, rope, loss
+as in Transformer Engine)."""
+
+DataPolicy: TypeAlias = Literal["plan", "zero1", "zero2", "ddp"]
+"""Who holds what between and within steps: as the plan says (FSDP2, HSDP, DDP); weights and gradients whole on every rank
+and only the optimizer sharded (Megatron's distributed optimizer); gradients sharded too; nothing sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Facts about the program that the plan itself does not hold. The default is this runtime."""
+
+    name: str = "titan"
+    executable: bool = True  # whether this runtime can do it
+    kernels: Kernels = "plan"
+    data_policy: DataPolicy = "plan"
+    weight_bytes: int | None = None  # bytes of a weight that the program holds through the step; None: the plan's dtype
+    gradient_bytes: int | None = None  # bytes of a gradient held through the step; None: the plan's dtype
+    main_weight_bytes: int = 0  # bytes of a further main copy, sharded with the optimizer (mixed-precision optimizers)
+    moment_bytes: int | None = None  # bytes of both moments together; None: the plan's
+    overlap_gradients: bool = True  # gradient reduction overlaps with backward
+    overlap_weights: bool = True  # weight gathering overlaps with forward
+    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls (async TP, user buffers)
+    graphs: bool = False  # CUDA graphs: no launch overhead
+
+
+TITAN = Program()
+MEGATRON = Program(
+    name="megatron",
+    executable=False,
+    kernels="fused",
+    data_policy="zero1",
+    weight_bytes=2,
+    gradient_bytes=4,
+    main_weight_bytes=4,
+    moment_bytes=8,
+)
+"""Megatron-LM with its distributed optimizer: bf16 weights, fp32 gradients, fp32 main weights and moments over dp, i.e.
+6 + 12 / dp bytes a parameter (Megatron-LM docs, distributed optimizer)."""
