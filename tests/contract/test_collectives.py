@@ -19,6 +19,7 @@ from tests.recorder import Event, Recorder
 from titan_planner.cost.collectives import Collective, axis_stride, collectives
 from titan_planner.ir.execution import ActivationCheckpoint
 from titan_planner.ir.inventory import muon_parameters, parameters, top_level_modules
+from titan_planner.ir.model import Blocks
 from titan_planner.ir.parallel import (
     ContextParallel,
     ExpertParallel,
