@@ -89,6 +89,8 @@ def context(method: str, balance: str = "headtail") -> dict[str, str]:
 
 
 MOE: dict[str, Any] = {"family": "debug_moe", "flavor": "debugmodel", "overrides": {}}
+MLP: dict[str, Any] = {"family": "debug_mlp", "flavor": "debugmodel", "overrides": {"num_layers": 2}}
+RELU2: dict[str, Any] = {**MLP, "flavor": "relu2"}
 
 
 def experts(name: str, degrees: dict[str, int], ep: int = 1, **sections: Any) -> Row:
@@ -154,6 +156,9 @@ ROWS: tuple[Row, ...] = (
     pipeline("pp 2 x dp 2 x tp 2", 2, "1F1B", local=4, degrees={"dp_shard": 2, "tp": 2}),
     pipeline("pp 2 ZBVZeroBubble x dp 2 x tp 2", 2, "ZBVZeroBubble", local=4, degrees={"dp_shard": 2, "tp": 2}),
     pipeline("pp 2 x cp 2 x tp 2", 2, "Interleaved1F1B", degrees={"cp": 2, "tp": 2}),
+    Row("no gate, dp 2", {"dp_shard": 2}, sections={"model": MLP}),
+    Row("no gate, tp 2", {"tp": 2}, sections={"model": MLP}),
+    Row("no gate and squared ReLU, tp 2 x dp 2", {"tp": 2, "dp_shard": 2}, sections={"model": RELU2}),
     experts("experts, dp 2", {"dp_shard": 2}),
     experts("experts, ep 2", {"dp_shard": 2}, 2),
     experts("experts, ep 4", {"dp_shard": 4}, 4),

@@ -210,7 +210,7 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("weight as unit", MOE_PLAN, edit("fsdp.units.1.modules.0", "layers.*.moe.experts.w1"), "no module", "fsdp-units"),
     ("unit in selective", PIPELINE_PLAN, edit("fsdp.units.0.modules.0", "layers.3.feed_forward"), "FSDP unit inside of",
      "ac-nested-units"),
-    ("unknown layer kind", MOE_PLAN, edit("model.blocks.1.block.feed_forward.kind", "mo"), "must be one of `swiglu`, `moe`", None),
+    ("unknown layer kind", MOE_PLAN, edit("model.blocks.1.block.feed_forward.kind", "mo"), "one of `swiglu`, `mlp`, `moe`", None),
     ("field of a kind", MOE_PLAN, drop("model.blocks.1.block.feed_forward.top_k"), "lacks the field `top_k`", None),
     ("too many chosen", MOE_PLAN, edit("model.blocks.1.block.feed_forward.top_k", 9), "more than the 8 experts", None),
     ("router in float8", MOE_PLAN, lambda d: d["float8"].update(

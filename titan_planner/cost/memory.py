@@ -13,7 +13,7 @@ from typing import assert_never
 from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy
 from titan_planner.ir.fqn import matches
 from titan_planner.ir.inventory import Parameter, muon_parameters, parameters
-from titan_planner.ir.model import Block, Gqa, Moe, SwiGlu
+from titan_planner.ir.model import Block, Gqa, Mlp, Moe, SwiGlu
 from titan_planner.ir.plan import Plan, StageMemory
 from titan_planner.schedules import microbatches_in_flight
 from titan_planner.sharding import local_shape
@@ -138,6 +138,9 @@ def block_activation_bytes(plan: Plan, block: Block, policy: CheckpointPolicy) -
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
             mlp = tokens * hidden / plan.mesh.tp
+        case Mlp(hidden_dim=hidden):
+            # Two tensors of the hidden width (what the activation and w2 read) where a gated layer keeps four.
+            mlp = tokens * hidden / plan.mesh.tp / 2
         case Moe() as moe:
             # With the experts' loads balanced. Each token is copied for every expert that it goes to, there and back.
             sent = tokens * moe.top_k

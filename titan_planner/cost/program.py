@@ -30,6 +30,9 @@ class Program:
     gradient_bytes: int | None = None  # bytes of a gradient held through the step; None: the plan's dtype
     main_weight_bytes: int = 0  # bytes of a further main copy, sharded with the optimizer (mixed-precision optimizers)
     moment_bytes: int | None = None  # bytes of both moments together; None: the plan's
+    recompute: Literal["needed", "all"] = (
+        "needed"  # only until the last tensor that backward needs, or the whole region
+    )
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
     overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls (async TP, user buffers)
@@ -41,6 +44,7 @@ MEGATRON = Program(
     name="megatron",
     executable=False,
     kernels="fused",
+    recompute="all",
     data_policy="zero1",
     weight_bytes=2,
     gradient_bytes=4,

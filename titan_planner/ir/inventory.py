@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, assert_never
 
-from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import Mesh
 
 LogicalAxis: TypeAlias = Literal["vocab", "embed", "heads", "kv_heads", "mlp", "norm", "experts", "router"]
@@ -108,7 +108,7 @@ def _attention(prefix: str, attention: Attention, dim: int, plain: Init, deep: I
 def feed_forward_name(feed_forward: FeedForward) -> str:
     """What a block calls its feed-forward layer."""
     match feed_forward:
-        case SwiGlu():
+        case SwiGlu() | Mlp():
             return "feed_forward"
         case Moe():
             return "moe"
@@ -121,6 +121,9 @@ def _feed_forward(block: str, feed_forward: FeedForward, dim: int, plain: Init, 
     match feed_forward:
         case SwiGlu():
             yield from _swiglu(prefix, feed_forward.hidden_dim, dim, plain, deep)
+        case Mlp(hidden_dim=hidden):
+            yield Parameter(f"{prefix}.w1.weight", (hidden, dim), ("mlp", "embed"), plain)
+            yield Parameter(f"{prefix}.w2.weight", (dim, hidden), ("embed", "mlp"), deep)
         case Moe():
             count, hidden = feed_forward.num_experts, feed_forward.hidden_dim
             yield Parameter(f"{prefix}.router.gate.weight", (count, dim), ("router", "embed"), deep)
@@ -147,7 +150,7 @@ def buffers(model: Model) -> tuple[Buffer, ...]:
         match block.feed_forward:
             case Moe(load_balance_coeff=float()) as moe:
                 found.append(Buffer(f"layers.{index}.moe.expert_bias", (moe.num_experts,)))
-            case Moe() | SwiGlu():
+            case Moe() | Mlp() | SwiGlu():
                 pass
             case _:
                 assert_never(block.feed_forward)
@@ -180,7 +183,7 @@ def num_active_params(model: Model) -> int:
         match run.block.feed_forward:
             case Moe() as moe:
                 idle += run.repeat * (moe.num_experts - moe.top_k) * 3 * moe.hidden_dim * model.dim
-            case SwiGlu():
+            case SwiGlu() | Mlp():
                 pass
             case _:
                 assert_never(run.block.feed_forward)

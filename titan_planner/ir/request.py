@@ -464,6 +464,14 @@ class LimitsSpec:
     memory_headroom: Annotated[float, Field("Part of device memory that stays free.", ge=0, lt=1)] = 0.1
     keep_tp_in_node: Annotated[bool, Field("Never let tensor parallelism span nodes.")] = True
     max_tp: Annotated[int | None, Field("Largest tensor degree.", ge=1, le=10**7)] = None
+    expert_imbalance: Annotated[
+        float,
+        Field(
+            "Rows of the busiest expert rank over the mean, for estimates; 1 where routing is forced even.",
+            ge=1,
+            le=1000,
+        ),
+    ] = 1.1
 
 
 Objective: TypeAlias = Literal["max_throughput", "min_gpus", "min_cost", "min_memory"]

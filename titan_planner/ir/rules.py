@@ -20,7 +20,7 @@ from titan_planner.ir.inventory import (
     sharding_targets,
     top_level_modules,
 )
-from titan_planner.ir.model import Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.model import Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import MULTI_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 from titan_planner.ir.plan import Plan
 
@@ -268,7 +268,7 @@ def _tp_dims(plan: Plan) -> Iterator[Violation]:
     tp = plan.mesh.tp
     for run in plan.model.blocks:
         match run.block.feed_forward:
-            case SwiGlu(hidden_dim=hidden) if hidden % tp:
+            case SwiGlu(hidden_dim=hidden) | Mlp(hidden_dim=hidden) if hidden % tp:
                 yield Violation(
                     "mesh.tp",
                     f"tp = {tp} does not divide the feed-forward width {hidden}",
