@@ -421,9 +421,7 @@ def _unit_collectives(step: _Step, unit: _Unit) -> Iterator[Collective]:
                 assert_never(policy)
 
 
-def _planned(
-    step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int, float8_numel: int
-) -> Iterator[Collective]:
+def _planned(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int, float8_numel: int) -> Iterator[Collective]:
     """FSDP2, HSDP and replication, as torch and the runtime do it."""
     plan, stage = step.plan, unit.stage
     forwards, backwards = _gathers(step, stage, unit.reshard)
@@ -711,9 +709,7 @@ def _around(step: _Step, fqn: str, forward: list[_Move], backward: list[_Move], 
             backward.append(move("all_gather"))
         case "S(2)", "R":
             # Only logits are gathered.
-            leave.append(
-                move("all_gather", step.tokens * plan.model.vocab_size * step.width, None, tail=True)
-            )
+            leave.append(move("all_gather", step.tokens * plan.model.vocab_size * step.width, None, tail=True))
         case _:
             pass
 

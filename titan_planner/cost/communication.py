@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from titan_planner.cost.collectives import Axis, Collective, collectives
-from titan_planner.cost.network import collective_seconds
+from titan_planner.cost.network import Network, seconds
 from titan_planner.cost.program import TITAN, Program
+from titan_planner.ir.cluster import Efficiency
 from titan_planner.ir.plan import Plan
 
 Part: TypeAlias = Literal["data", "tensor", "context", "expert", "pipeline"]
@@ -56,33 +58,49 @@ def communication(plan: Plan, program: Program = TITAN, imbalance: float = 1.0) 
     """Every stage's, in order of stages."""
     found = tuple(StageCommunication() for _ in plan.pipeline.stages)
     runs = plan.batch.accumulation_steps * (plan.pipeline.microbatches if plan.mesh.pp > 1 else 1)
+    network = network_of(plan.cluster.gpu.efficiency)
     for one in collectives(plan, program):
-        seconds = collective_seconds(plan, one)
+        took = seconds(plan, one, network)
         stage = found[one.stage]
         part = PART_OF[one.axis]
         if one.phase == "step":
-            stage.step[part] = stage.step.get(part, 0.0) + seconds * one.count
+            stage.step[part] = stage.step.get(part, 0.0) + took * one.count
             continue
         if one.kind in ("send", "recv"):
-            stage.transfer = max(stage.transfer, seconds)
+            stage.transfer = max(stage.transfer, took)
             continue
-        _sort(one, part, seconds * (imbalance if part == "expert" else 1.0), runs, stage)
+        _sort(one, part, took * (imbalance if part == "expert" else 1.0), runs, stage)
     return found
 
 
-def _sort(one: Collective, part: Part, seconds: float, runs: int, stage: StageCommunication) -> None:
+@functools.lru_cache(maxsize=64)
+def network_of(fit: Efficiency) -> Network:
+    """What links reach in training: rings as fitted, exchanges in the proportion that they have in isolation."""
+    known = Network()
+    inside, between = fit.intra_node / known.intra_efficiency, fit.inter_node / known.inter_efficiency
+    return Network(
+        intra_efficiency=fit.intra_node,
+        intra_start=known.intra_start * inside,
+        inter_efficiency=fit.inter_node,
+        multicast_efficiency=known.multicast_efficiency * inside,
+        exchange_intra_efficiency=known.exchange_intra_efficiency * inside,
+        exchange_inter_efficiency=known.exchange_inter_efficiency * between,
+    )
+
+
+def _sort(one: Collective, part: Part, took: float, runs: int, stage: StageCommunication) -> None:
     side = stage.forward if one.phase == "forward" else stage.backward
     match one.overlaps:
         case None:
-            side.waits[part] = side.waits.get(part, 0.0) + seconds * one.count / runs
+            side.waits[part] = side.waits.get(part, 0.0) + took * one.count / runs
         case "matmul":
-            side.matmul += seconds * one.count / runs
+            side.matmul += took * one.count / runs
         case "attention":
-            side.attention += seconds * one.count / runs
+            side.attention += took * one.count / runs
         case "forward" | "backward":
             if one.count <= one.modules and runs > 1:
-                side.once += seconds * one.count
-                side.once_ends += seconds * one.exposed
+                side.once += took * one.count
+                side.once_ends += took * one.exposed
             else:
-                side.hidden += seconds * one.count / runs
-                side.ends += seconds * one.exposed / runs
+                side.hidden += took * one.count / runs
+                side.ends += took * one.exposed / runs

@@ -12,7 +12,7 @@ from titan_planner.ir.plan import Estimate, Plan, StepTime
 
 def estimate(plan: Plan, program: Program = TITAN) -> Estimate:
     """Parameters, FLOPs, memory and time of `plan` when `program` runs it."""
-    memory = stage_memory(plan, program)
+    memory = stage_memory(plan)
     available = round(plan.cluster.gpu.memory_gib * (1 - plan.request.limits.memory_headroom), 3)
     found = step_seconds(plan, program)
     parts = step_time(found)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from titan_planner.cost.communication import Part, PassCommunication, StageCommunication, communication
 from titan_planner.cost.compute import ModuleSeconds, Seconds
+from titan_planner.cost.memory import module_numel, sharded_numel
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.roofline import memory_rate
 from titan_planner.cost.stage import BYTES, imbalance_of, stage_seconds
-from titan_planner.cost.state import stage_numel
-from titan_planner.cost.timeline import StageTimes, simulate
+from titan_planner.cost.timeline import StageTime, simulate, torch_sends
 from titan_planner.ir.plan import Plan, StepTime
+from titan_planner.schedules import work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def step_seconds(plan: Plan, program: Program = TITAN) -> StepSeconds:
     backward = [_pass(c.backward, t.backward, slowdown, tp) for c, t in zip(computing, talking, strict=True)]
     runs = plan.pipeline.microbatches if plan.mesh.pp > 1 else 1
     repeats = plan.batch.accumulation_steps
-    span = _span(plan, computing, talking, forward, backward) * repeats
+    span = _span(plan, program, computing, talking, forward, backward) * repeats
 
     busiest: tuple[float, StepSeconds] | None = None
     for rank in range(plan.mesh.pp):
@@ -129,6 +130,7 @@ def _step_collectives(talking: tuple[StageCommunication, ...], stages: list[int]
 
 def _span(
     plan: Plan,
+    program: Program,
     computing: tuple[ModuleSeconds, ...],
     talking: tuple[StageCommunication, ...],
     forward: list[_Pass],
@@ -137,16 +139,16 @@ def _span(
     """From the first forward to the end of the last backward of one run of the schedule."""
     if plan.mesh.pp == 1:
         return forward[0].seconds + backward[0].seconds
-    # Waiting of backward is for the gradient that goes on, so it belongs to the half that hands it on.
-    times = tuple(
-        StageTimes(
-            forward=f.seconds,
-            backward_input=b.seconds - c.to_weight.total,
-            backward_weight=c.to_weight.total,
-        )
-        for c, f, b in zip(computing, forward, backward, strict=True)
-    )
-    return simulate(plan, times, tuple(t.transfer for t in talking)).makespan
+    times = []
+    for stage, (compute, f, b) in enumerate(zip(computing, forward, backward, strict=True)):
+        # Waiting of backward is for the gradient that goes on, so it belongs to the half that hands it on. torch does all
+        # of the first stage's backward in that half: it has no gradient to hand on (see `StageTime`).
+        weight = b.seconds if stage == 0 else compute.to_weight.total
+        times.append(StageTime(f.seconds, b.seconds, b.seconds - weight, weight))
+    work = work_of(plan.pipeline)
+    transfers = [t.transfer for t in talking[:-1]]
+    sends = torch_sends(work) if program.data_policy == "plan" else "overlap"
+    return simulate(work, times, transfers, sends=sends).makespan_s
 
 
 # Bytes per element of the update. Norm: gradient read (4); clipping: read, write (8); AdamW: weight, gradient and two moments
@@ -157,10 +159,22 @@ _NORM_AND_CLIP_BYTES = 12.0
 
 def optimizer_seconds(plan: Plan, program: Program, rank: int) -> float:
     """Norm, clipping and update of the elements that one rank of pipeline rank `rank` holds."""
-    numel = stage_numel(plan, program)[rank]
+    numel = _updated_numel(plan, program, rank)
     width = BYTES[plan.dtype] / 4
     moved = (_UPDATE_BYTES[plan.optimizer.implementation] + _NORM_AND_CLIP_BYTES) * width * numel
     return moved / memory_rate(plan.cluster.gpu)
+
+
+def _updated_numel(plan: Plan, program: Program, rank: int) -> float:
+    """Elements that one rank of pipeline rank `rank` updates."""
+    stages = {stage.index for stage in plan.pipeline.stages if stage.pp_rank == rank}
+    here = [layer.fqn for layer in plan.layers if layer.stage in stages]
+    if program.data_policy in ("plan", "ddp"):
+        held = sharded_numel(plan)
+        return sum(held[fqn] for fqn in here)
+    # The optimizer of weights that are whole on every rank is sharded over all ranks that see other data.
+    whole = module_numel(plan)
+    return sum(whole[fqn] for fqn in here) / (plan.mesh.dp * plan.mesh.cp)
 
 
 def step_time(found: StepSeconds) -> StepTime:

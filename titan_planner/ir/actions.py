@@ -68,7 +68,9 @@ def parse_actions(rows: tuple[str, ...], placement: tuple[int, ...], microbatche
     return order
 
 
-def _wrong(message: str, hint: str = "rows look like `0F0,0F1,0B0,0B1`: stage, F, B, I or W, microbatch") -> InvariantError:
+def _wrong(
+    message: str, hint: str = "rows look like `0F0,0F1,0B0,0B1`: stage, F, B, I or W, microbatch"
+) -> InvariantError:
     return InvariantError("actions", message, hint)
 
 
