@@ -163,7 +163,7 @@ class _Counted:
         for _ in range(repeat):
             for word in pattern.split():
                 for name in word.split("&"):
-                    kind, chunk = name
+                    kind, chunk = name[0], name[1]
                     count = self._next[kind, chunk]
                     self._next[kind, chunk] = count + 1
                     if kind == "B":  # whole backwards count as both halves

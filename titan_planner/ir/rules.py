@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from titan_planner.ir.actions import parse_actions
+from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import (
     is_router,
@@ -527,7 +529,7 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
 def _microbatches(plan: Plan) -> Iterator[Violation]:
     pipe, pp = plan.pipeline, plan.mesh.pp
     count, stages = pipe.microbatches, len(pipe.stages)
-    if pp == 1 or pipe.schedule is None:
+    if pp == 1 or pipe.schedule is None or pipe.actions is not None:  # a table of actions replaces the schedule
         return
     if pipe.schedule in ("1F1B", "DualPipeV") and count < stages:
         yield Violation(
@@ -545,17 +547,41 @@ def _microbatches(plan: Plan) -> Iterator[Violation]:
         )
 
 
+@_rule("pp-actions", "A table of actions computes everything once, where its stage lies, in an order that can run.")
+def _actions(plan: Plan) -> Iterator[Violation]:
+    pipe = plan.pipeline
+    if plan.mesh.pp == 1 or pipe.actions is None:
+        return
+    try:
+        parse_actions(pipe.actions, tuple(stage.pp_rank for stage in pipe.stages), pipe.microbatches)
+    except InvariantError as error:
+        yield Violation("pipeline.actions", error.message, error.hint)
+
+
+def splits_backward(plan: Plan) -> str | None:
+    """Name of what makes the pipeline split backwards into gradients of inputs and of weights; None if it does not."""
+    pipe = plan.pipeline
+    if pipe.actions is None or plan.mesh.pp == 1:
+        return pipe.schedule if pipe.schedule in SPLIT_BACKWARD_SCHEDULES else None
+    try:
+        order = parse_actions(pipe.actions, tuple(stage.pp_rank for stage in pipe.stages), pipe.microbatches)
+    except InvariantError:
+        return None  # `pp-actions` says what is wrong with it
+    return "a table of actions with I and W" if order.splits_backward else None
+
+
 @_rule("pp-split-backward-reshard", "Zero-bubble and V schedules keep FSDP parameters gathered until backward.")
 def _split_backward(plan: Plan) -> Iterator[Violation]:
     # torch 2.13 looks for the weights of a stage when it has computed the gradients of its inputs. By then FSDP has put the
     # shards back, which are not in the graph, so no weight is found and no weight gradient is computed, without an error.
-    if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES or plan.fsdp.strategy != "fsdp":
+    name = splits_backward(plan)
+    if name is None or plan.fsdp.strategy != "fsdp":
         return
     for index, unit in enumerate(plan.fsdp.units):
         if unit.reshard_after_forward is not False:
             yield Violation(
                 f"fsdp.units[{index}].reshard_after_forward",
-                f"{plan.pipeline.schedule} with FSDP units that reshard after forward trains wrong without an error",
+                f"{name} with FSDP units that reshard after forward trains wrong without an error",
                 "set reshard_after_forward to false (never)",
             )
             return
@@ -564,13 +590,14 @@ def _split_backward(plan: Plan) -> Iterator[Violation]:
 @_rule("pp-split-backward-selective", "Zero-bubble and V schedules do not checkpoint selectively.")
 def _split_backward_selective(plan: Plan) -> Iterator[Violation]:
     # They run backward twice over a stage, for inputs and for weights, and torch's selective checkpointing allows one.
-    if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES:
+    name = splits_backward(plan)
+    if name is None:
         return
     used = {layer.checkpoint for layer in plan.layers}
     if any(policy.mode == "selective" and policy.name in used for policy in plan.activation_checkpoint.policies):
         yield Violation(
             "activation_checkpoint.policies",
-            f"{plan.pipeline.schedule} runs backward twice over a stage, which selective checkpointing does not allow",
+            f"{name} runs backward twice over a stage, which selective checkpointing does not allow",
             "use the checkpointing mode full or none, or the schedule Interleaved1F1B",
         )
 
@@ -1018,4 +1045,4 @@ def rule(rule_id: str) -> Rule | None:
     return next((entry for entry in RULES if entry.id == rule_id), None)
 
 
-__all__ = ["RULES", "Rule", "Violation", "divisors", "float8_all_gather_obstacle", "rule"]
+__all__ = ["RULES", "Rule", "Violation", "divisors", "float8_all_gather_obstacle", "rule", "splits_backward"]

@@ -8,9 +8,9 @@ from titan_planner.cost.estimate import estimate
 from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy
 from titan_planner.ir.fqn import fold, pattern_matches
 from titan_planner.ir.inventory import linear_modules
-from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import ActivationCheckpointSpec
+from titan_planner.ir.rules import splits_backward
 from titan_planner.passes.context import Context
 
 FULL = replace(KEEP_ALL, name="full", mode="full")
@@ -39,7 +39,7 @@ def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
         return chosen
     tried = []
     # Schedules that split backward cannot checkpoint selectively (rule pp-split-backward-selective).
-    split = plan.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
+    split = splits_backward(plan) is not None
     for policy in (KEEP_ALL, FULL) if split else (KEEP_ALL, _selective(plan, asked), FULL):
         candidate = _uniform(plan, policy)
         result = estimate(candidate)
