@@ -129,7 +129,4 @@ def _group(name: Any) -> Any:
 
 
 def _sequence_numbers() -> dict[str, int]:
-    return {
-        group.group_name: group._get_sequence_number_for_group()
-        for group in dist.distributed_c10d._world.pg_map
-    }
+    return {group.group_name: group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map}

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, TypeAlias, assert_never
 
 from titan_planner.cost.program import TITAN, Program
-from titan_planner.ir.execution import ActivationCheckpoint, CheckpointPolicy
+from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches, select
 from titan_planner.ir.inventory import (
     LogicalAxis,
@@ -26,9 +26,10 @@ from titan_planner.ir.inventory import (
     muon_parameters,
     parameters,
 )
-from titan_planner.ir.model import Block, Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.model import Block, Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding
 from titan_planner.ir.plan import Layer, Plan
+from titan_planner.schedules import Work, order_of, work_of
 from titan_planner.sharding import TP_AXES
 
 Axis: TypeAlias = Literal[
@@ -114,7 +115,8 @@ def collectives(plan: Plan, program: Program = TITAN) -> tuple[Collective, ...]:
     step = _Step(plan, program)
     for part in _parts(plan.model, plan.layers):
         found += _module_collectives(step, part)
-    for unit in _stage_units(plan.model, _units_of(plan), plan.layers):
+    in_float8 = plan.float8.converted if plan.float8.enable_fsdp_float8_all_gather else ()
+    for unit in _stage_units(plan.model, _units_of(plan), plan.layers, in_float8):
         found += _unit_collectives(step, unit)
     found += _transfers(step)
     found += _once_a_step(step)
@@ -140,6 +142,7 @@ class _Step:
         self.stream_bytes = self.tokens * plan.model.dim * self.width
         self.rank_of = {stage.index: stage.pp_rank for stage in plan.pipeline.stages}
         self.last_stage = len(plan.pipeline.stages) - 1
+        self.moves: dict[str | int, tuple[list[_Move], list[_Move], list[_Move]]] = {}
 
     def record(
         self,
@@ -260,7 +263,7 @@ def _parts(model: Model, layers: tuple[Layer, ...]) -> tuple[_Part, ...]:
 
 
 _Shapes: TypeAlias = tuple[tuple[tuple[int, ...], tuple[LogicalAxis, ...], bool], ...]
-"""Parameters by (global shape, logical axes, whether the plan may gather it in Float8)."""
+"""Parameters by (global shape, logical axes, whether the plan gathers it in Float8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,13 +322,16 @@ def _top(fqn: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _stage_units(model: Model, units: tuple[FsdpUnit, ...], layers: tuple[Layer, ...]) -> tuple[_Unit, ...]:
+def _stage_units(
+    model: Model, units: tuple[FsdpUnit, ...], layers: tuple[Layer, ...], in_float8: tuple[str, ...]
+) -> tuple[_Unit, ...]:
     stage_of = {layer.fqn: layer.stage for layer in layers}
     ends: dict[int, tuple[str, str]] = {}
     for layer in layers:
         ends[layer.stage] = (ends[layer.stage][0] if layer.stage in ends else layer.fqn, layer.fqn)
     linears = linear_modules(model)
-    shape_of = {p.fqn: (p.shape, p.axes, p.module in linears) for p in parameters(model)}
+    chosen = {fqn for selector in in_float8 for fqn in select(selector, linears)}
+    shape_of = {p.fqn: (p.shape, p.axes, p.module in chosen) for p in parameters(model)}
     copied = model.tied and stage_of["tok_embeddings"] != stage_of["output"]
     if copied:
         shape_of["output.weight"] = shape_of["tok_embeddings.weight"]
@@ -358,14 +364,15 @@ class _Numel:
 
     dense: int
     experts: int
-    dense_float8: int  # of `dense`, those of linears that are gathered in Float8
+    in_float8: int  # of `dense`, those that are gathered in Float8
+    weights_in_float8: int  # how many weights these are
 
 
 @lru_cache(maxsize=4096)
 def _numel(shapes: _Shapes, mesh: Mesh, kv_replicas: int, apart: bool, shards: int, expert_shards: int) -> _Numel:
     """`apart`: experts are sharded over ranks of their own."""
-    dense = experts = linear = 0
-    for shape, axes, is_linear in shapes:
+    dense = experts = narrow = 0
+    for shape, axes, in_float8 in shapes:
         expert = axes[0] == "experts"
         local = list(shape)
         if expert:
@@ -383,8 +390,8 @@ def _numel(shapes: _Shapes, mesh: Mesh, kv_replicas: int, apart: bool, shards: i
             experts += count
         else:
             dense += count
-            linear += count if is_linear else 0
-    return _Numel(dense, experts, linear)
+            narrow += count if in_float8 else 0
+    return _Numel(dense, experts, narrow, sum(in_float8 for _, _, in_float8 in shapes))
 
 
 def experts_apart(plan: Plan) -> bool:
@@ -414,55 +421,51 @@ def _unit_collectives(step: _Step, unit: _Unit) -> Iterator[Collective]:
             continue
         match policy:
             case "plan":
-                yield from _planned(step, unit, axis, shards, count, numel.dense_float8 if axis == "fsdp" else 0)
+                yield from _planned(step, unit, axis, shards, count, numel)
             case "zero1" | "zero2" | "ddp":
                 yield from _whole_weights(step, unit, axis, shards, count)
             case _:
                 assert_never(policy)
 
 
-def _planned(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int, float8_numel: int) -> Iterator[Collective]:
+def _planned(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int, of_unit: _Numel) -> Iterator[Collective]:
     """FSDP2, HSDP and replication, as torch and the runtime do it."""
     plan, stage = step.plan, unit.stage
     forwards, backwards = _gathers(step, stage, unit.reshard)
-    nbytes, dtype = _gathered(step, numel, float8_numel)
-    common = {"stage": stage, "module": unit.fqn, "modules": unit.modules}
-    accumulations = plan.batch.accumulation_steps
-    # A pipeline has its own end of backward, after which all units of a stage are reduced together.
-    behind_backward = plan.mesh.pp == 1 or not _ends_last(step, stage)
+    nbytes, dtype = numel * step.width, str(step.dtype)
+    narrow = of_unit.in_float8 if axis == "fsdp" else 0
+    if narrow:
+        # Weights of several dtypes travel as bytes.
+        nbytes, dtype = nbytes - narrow * (step.width - 1), "uint8"
+    record = partial(step.record, stage=stage, module=unit.fqn, modules=unit.modules)
     if plan.fsdp.strategy == "fsdp":
-        yield step.record(
-            axis, "all_gather", nbytes, dtype=dtype, ranks=shards, phase="forward", overlaps="forward",
-            count=unit.modules * forwards, exposed=forwards if unit.first else 0, **common,
-        )  # fmt: skip
-        within = shards if isinstance(unit.reshard, bool) else unit.reshard
-        yield step.record(
-            axis, "all_gather", nbytes, dtype=dtype, ranks=within, phase="backward", overlaps="backward",
-            count=unit.modules * backwards, exposed=backwards if unit.last else 0, **common,
-        )  # fmt: skip
-    reductions = 1 if plan.fsdp.defer_gradient_sync else accumulations
+        gathers: tuple[tuple[Literal["forward", "backward"], int, int, bool], ...] = (
+            ("forward", forwards, shards, unit.first),
+            ("backward", backwards, shards if isinstance(unit.reshard, bool) else unit.reshard, unit.last),
+        )
+        for phase, times, ranks, alone in gathers:
+            yield record(
+                axis, "all_gather", nbytes, dtype=dtype, ranks=ranks, phase=phase, overlaps=phase,
+                count=unit.modules * times, exposed=times if alone else 0,
+            )  # fmt: skip
+            if narrow and not plan.float8.precompute_float8_dynamic_scale_for_fsdp:
+                # Before a weight is cast and sent, all ranks agree on its largest element.
+                yield record(
+                    axis, "all_reduce", BYTES[plan.dtype], dtype=plan.dtype, ranks=shards, phase=phase, overlaps=phase,
+                    count=unit.modules * of_unit.weights_in_float8 * times,
+                )  # fmt: skip
+    reductions = 1 if plan.fsdp.defer_gradient_sync else plan.batch.accumulation_steps
+    # A pipeline reduces when the last backward of a stage is done; a rank's other stages may still compute.
+    hidden = plan.mesh.pp == 1 or not _ends_last(step, stage)
     reduced = plan.fsdp.reduce_dtype
-    options = {
-        "dtype": reduced,
-        "phase": "backward",
-        "overlaps": "backward" if behind_backward else None,
-        "count": unit.modules * reductions,
-        "exposed": reductions if unit.first else 0,
-        **common,
-    }
+    reduce = partial(
+        record, dtype=reduced, phase="backward", overlaps="backward" if hidden else None,
+        count=unit.modules * reductions, exposed=reductions if unit.first else 0,
+    )  # fmt: skip
     if plan.fsdp.strategy == "fsdp":
-        yield step.record(axis, "reduce_scatter", numel * BYTES[reduced], ranks=shards, **options)
-        yield step.record("dp_replicate", "all_reduce", numel // shards * BYTES[reduced], **options)
-    else:
-        yield step.record("dp_replicate", "all_reduce", numel * BYTES[reduced], **options)
-
-
-def _gathered(step: _Step, numel: int, float8_numel: int) -> tuple[int, str]:
-    """Bytes and dtype of a unit's gathered weights."""
-    if not (step.plan.float8.enable_fsdp_float8_all_gather and float8_numel):
-        return numel * step.width, step.dtype
-    # Weights of several dtypes travel as bytes.
-    return (numel - float8_numel) * step.width + float8_numel, "uint8"
+        yield reduce(axis, "reduce_scatter", numel * BYTES[reduced], ranks=shards)
+        numel //= shards
+    yield reduce("dp_replicate", "all_reduce", numel * BYTES[reduced])
 
 
 def _ends_last(step: _Step, stage: int) -> bool:
@@ -482,44 +485,30 @@ def _gathers(step: _Step, stage: int, reshard: bool | int) -> tuple[int, int]:
     accumulations = plan.batch.accumulation_steps
     if plan.mesh.pp == 1:
         return accumulations, 0 if reshard is False else accumulations
-    runs = 1 if plan.fsdp.defer_gradient_sync else accumulations  # of which each starts with all weights sharded
-    order = _order(step, stage)
+    # Runs of the schedule between two reductions, which leave all weights sharded.
+    together = accumulations if plan.fsdp.defer_gradient_sync else 1
+    if reshard is False:
+        return accumulations // together, 0
+    forwards, backwards = _gathers_of_order(work_of(plan.pipeline), stage, together)
+    return forwards * (accumulations // together), backwards * (accumulations // together)
+
+
+@lru_cache(maxsize=1024)
+def _gathers_of_order(work: Work, stage: int, runs: int) -> tuple[int, int]:
+    """(forward, backward) gathers of a unit of `stage` that is freed after forward, over `runs` runs without an end."""
+    order = order_of(work)
+    # The weights' half of a split backward needs activations and gradients, no weights.
+    kinds = [action.kind for action in order.ranks[order.placement[stage]] if action.stage == stage]
     forwards = backwards = 0
-    for _ in range(runs):
-        gathered = False
-        for action in order * (accumulations // runs):
-            if action == "F":
-                forwards += not gathered
-                gathered = reshard is False
-            else:
-                backwards += not gathered
-                gathered = True
+    gathered = False
+    for kind in [kind for kind in kinds if kind != "W"] * runs:
+        if kind == "F":
+            forwards += not gathered
+            gathered = False
+        else:
+            backwards += not gathered
+            gathered = True
     return forwards, backwards
-
-
-def _order(step: _Step, stage: int) -> str:
-    """Forward and backward of the microbatches on `stage` in the order of the schedule, `FFFBFB...`."""
-    pipeline, pp = step.plan.pipeline, step.plan.mesh.pp
-    count = pipeline.microbatches
-    if pipeline.actions is not None:
-        row = pipeline.actions[step.rank_of[stage]]
-        found = []
-        for action in row.replace(",", " ").split():
-            number = action[: len(action) - len(action.lstrip("0123456789"))]
-            if int(number) == stage:
-                found.append("F" if action[len(number)] == "F" else "B")
-        return "".join(found)
-    match pipeline.schedule:
-        case "1F1B":
-            ahead = min(pp - step.rank_of[stage] - 1, count)
-            return "F" * ahead + "FB" * (count - ahead) + "B" * ahead
-        case "GPipe" | "LoopedBFS" | None:
-            return "F" * count + "B" * count
-        case "Interleaved1F1B" | "InterleavedZeroBubble" | "ZBVZeroBubble" | "DualPipeV":
-            ahead = min(step.last_stage - stage, count)
-            return "F" * ahead + "FB" * (count - ahead) + "B" * ahead
-        case _:
-            assert_never(pipeline.schedule)
 
 
 def _whole_weights(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int) -> Iterator[Collective]:
@@ -533,31 +522,21 @@ def _whole_weights(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int
     gradients = {None: plan.fsdp.reduce_dtype, 2: "bfloat16", 4: "float32"}[program.gradient_bytes]
     weights = {None: plan.fsdp.param_dtype, 2: "bfloat16", 4: "float32"}[program.weight_bytes]
     reductions = step.runs if program.data_policy == "zero2" else 1
-    behind: Overlap | None = "backward" if program.overlap_gradients else None
-    common = {"stage": unit.stage, "module": unit.fqn, "modules": unit.modules}
-    options = {
-        "dtype": gradients,
-        "phase": "backward",
-        "overlaps": behind,
-        "count": unit.modules * reductions,
-        "exposed": reductions if unit.first else 0,
-        **common,
-    }
+    record = partial(step.record, stage=unit.stage, module=unit.fqn, modules=unit.modules)
+    reduce = partial(
+        record, dtype=gradients, phase="backward", overlaps="backward" if program.overlap_gradients else None,
+        count=unit.modules * reductions, exposed=reductions if unit.first else 0,
+    )  # fmt: skip
+    nbytes = numel * BYTES[gradients]
     if program.data_policy == "ddp":
-        # Over all ranks that hold the weight: one all-reduce.
-        if axis == "fsdp":
-            yield step.record("data", "all_reduce", numel * BYTES[gradients], **options)
-        else:
-            yield step.record(
-                "efsdp", "all_reduce", numel * BYTES[gradients], ranks=shards * plan.mesh.dp_replicate, **options
-            )
+        # One all-reduce over all ranks that hold the weight.
+        yield reduce("data" if axis == "fsdp" else axis, "all_reduce", nbytes, ranks=shards * plan.mesh.dp_replicate)
         return
-    yield step.record(axis, "reduce_scatter", numel * BYTES[gradients], ranks=shards, **options)
-    yield step.record("dp_replicate", "all_reduce", numel // shards * BYTES[gradients], **options)
-    yield step.record(
+    yield reduce(axis, "reduce_scatter", nbytes, ranks=shards)
+    yield reduce("dp_replicate", "all_reduce", nbytes // shards)
+    yield record(
         axis, "all_gather", numel * BYTES[weights], dtype=weights, ranks=shards, phase="forward",
-        overlaps="forward" if program.overlap_weights else None,
-        count=unit.modules, exposed=1 if unit.first else 0, **common,
+        overlaps="forward" if program.overlap_weights else None, count=unit.modules, exposed=1 if unit.first else 0,
     )  # fmt: skip
 
 
@@ -589,9 +568,13 @@ _OPS: dict[str, str] = {
 def _module_collectives(step: _Step, part: _Part) -> Iterator[Collective]:
     """What `part` sends between its ranks in forward, recomputation and backward."""
     plan = step.plan
-    forward, backward, again = _moves(step, part)
+    key = part.fqn if part.block is None else id(part.block)
+    if key not in step.moves:  # equal blocks of other stages move the same
+        step.moves[key] = _moves(step, part)
+    forward, backward, again = step.moves[key]
     policy = plan.activation_checkpoint.policy(part.checkpoint)
-    again = (*again, *_recomputed(forward, policy, plan.activation_checkpoint))
+    stops = plan.activation_checkpoint.early_stop and step.program.recompute == "needed"
+    again = [*again, *_recomputed(forward, policy, stops)]
     phases: tuple[tuple[Phase, Sequence[_Move]], ...] = (
         ("forward", forward),
         ("recompute", again),
@@ -605,15 +588,13 @@ def _module_collectives(step: _Step, part: _Part) -> Iterator[Collective]:
             )  # fmt: skip
 
 
-def _recomputed(
-    forward: Iterable[_Move], policy: CheckpointPolicy | None, options: ActivationCheckpoint
-) -> Iterator[_Move]:
-    """Of a module's forward, what its policy repeats. Recomputation stops when all that was kept is back (`early_stop`):
-    what follows the module's last kept tensor, such as the sum that hands a block's result on, is not repeated."""
+def _recomputed(forward: Iterable[_Move], policy: CheckpointPolicy | None, stops: bool) -> Iterator[_Move]:
+    """Of a module's forward, what its policy repeats. Recomputation may stop when all that was kept is back (`stops`): what
+    follows the module's last kept tensor, such as the sum that hands a block's result on, is then not repeated."""
     if policy is None or policy.mode in ("none", "memory_budget"):
         return
     for move in forward:
-        if move.tail and options.early_stop:
+        if move.tail and stops:
             continue
         if policy.mode == "selective" and _OPS[move.kind] in policy.save_ops:
             continue
@@ -654,7 +635,7 @@ def _moves(step: _Step, part: _Part) -> tuple[list[_Move], list[_Move], list[_Mo
     leave = []
     name = f"{part.fqn}.{feed_forward_name(block.feed_forward)}"
     match block.feed_forward:
-        case SwiGlu():
+        case SwiGlu() | Mlp():
             _around(step, name, forward, backward, [])
             _around(step, f"{name}.w2", forward, backward, leave)
         case Moe() as moe:
@@ -874,7 +855,7 @@ def _once_a_step(step: _Step) -> Iterator[Collective]:
         yield once("data", "all_reduce", 4, "float32")  # loss
         yield once("pp", "all_reduce", 4, "float32")
         # The norm: one sum for every way in which gradients are spread, over every axis that spreads them.
-        for axis in _norm_axes(plan, shards > 1):
+        for axis in _norm_axes(plan, plan.fsdp.strategy == "fsdp" and step.program.data_policy != "ddp"):
             yield once(axis, "all_reduce", 8, "float64")
         yield once("pp", "all_reduce", 8, "float64")
         here = [i for i in model_has if plan.layers[i + 1].stage in stages]
@@ -893,8 +874,20 @@ def _once_a_step(step: _Step) -> Iterator[Collective]:
                 yield once(
                     "tied", "all_reduce", local * BYTES[plan.dtype], plan.dtype, stage=ends[0], what="tok_embeddings"
                 )
+        if own and plan.float8.precompute_float8_dynamic_scale_for_fsdp:
+            weights = _weights_in_float8(plan, stages)
+            yield once(
+                "fsdp", "all_reduce", weights * BYTES[plan.dtype], plan.dtype, 1 if weights else 0, what="float8"
+            )
         if plan.optimizer.name == "Muon" and own:
             yield from _muon(step, stages, shards)
+
+
+def _weights_in_float8(plan: Plan, stages: Sequence[int]) -> int:
+    linears = linear_modules(plan.model)
+    chosen = {fqn for selector in plan.float8.converted for fqn in select(selector, linears)}
+    stage_of = {layer.fqn: layer.stage for layer in plan.layers}
+    return sum(stage_of[_top(fqn)] in stages for fqn in chosen)
 
 
 def _moe(model: Model, index: int) -> Moe:
