@@ -198,6 +198,30 @@ def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> Non
     print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
 
 
+def tensor_moe_plan(grid: Mesh, sequence_parallel: bool = True, local: int = 2) -> Plan:
+    model = plans.tiny_moe_model()
+    rows = tensor_parallel_rows(model, sequence_parallel=sequence_parallel, loss_parallel=True)
+    options = TensorParallel(
+        sequence_parallel=sequence_parallel, loss_parallel=True, async_tp=False, kv_replicas=grid.tp // 2
+    )
+    return moe_plan(grid, local=local, tensor_parallel=options, sharding=rows + expert_rows(model, grid))
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param({"tp": 2}, id="tp2"),
+        pytest.param({"tp": 2, "dp_replicate": 2}, id="ddp2xtp2"),
+        pytest.param({"tp": 2, "dp_replicate": 2, "ep": 2}, id="ddp2xtp2-ep2"),
+        pytest.param({"tp": 2, "dp_replicate": 2, "etp": 2}, id="ddp2xtp2-etp2"),
+        pytest.param({"tp": 4, "ep": 2}, id="tp4-ep2"),
+    ],
+)
+def test_replicated_experts_are_shared_by_tensor_ranks(degrees: dict[str, int], expected: Curve) -> None:
+    plan = tensor_moe_plan(plans.mesh(**degrees))
+    print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
+
+
 @pytest.mark.parametrize(
     ("degrees", "sequence_parallel"),
     [
@@ -210,12 +234,7 @@ def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> Non
     ],
 )
 def test_tensor_ranks_share_the_experts(degrees: dict[str, int], sequence_parallel: bool, expected: Curve) -> None:
-    grid = plans.mesh(**degrees, tp=2)
-    model = plans.tiny_moe_model()
-    rows = tensor_parallel_rows(model, sequence_parallel=sequence_parallel, loss_parallel=True)
-    options = TensorParallel(sequence_parallel=sequence_parallel, loss_parallel=True, async_tp=False, kv_replicas=1)
-    plan = moe_plan(grid, local=4, tensor_parallel=options, sharding=rows + expert_rows(model, grid))
-    print(check(plan, expected))
+    print(check(tensor_moe_plan(plans.mesh(**degrees, tp=2), sequence_parallel, local=4), expected))
 
 
 def test_stages_with_and_without_experts() -> None:

@@ -97,13 +97,17 @@ def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
                     cached[key] = block_activation_bytes(plan, block, policy)
                 activations += cached[key]
         local = sum(sharded[layer.fqn] for layer in layers)
+        # Where one rank holds a tied weight twice, only the first stage's is trained.
+        twice = plan.model.tied and stages[0] == 0 and len(stages) > 1 and layers[-1].fqn == "output"
+        trained = local - (sharded["output"] if twice else 0.0)
         found.append(
             StageMemory(
                 stage=stages[0],
                 parameters_gib=_gib(local * _BYTES[plan.dtype]),
                 gradients_gib=_gib(local * _BYTES[plan.dtype]),
                 optimizer_gib=_gib(
-                    (2 * local - sum(once[layer.fqn] for layer in layers) / shards) * _BYTES[plan.optimizer.state_dtype]
+                    (2 * trained - sum(once[layer.fqn] for layer in layers) / shards)
+                    * _BYTES[plan.optimizer.state_dtype]
                 ),
                 unsharded_gib=_gib(_unsharded_bytes(plan, [layer.fqn for layer in layers], numel)),
                 activations_gib=_gib(activations * held + _working_bytes(plan, blocks)),
