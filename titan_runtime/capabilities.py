@@ -49,12 +49,6 @@ MISSING: tuple[Missing, ...] = (
         "use a schedule that lays stages in a loop, e.g. 1F1B",
     ),
     Missing(
-        "float8.enable_fsdp_float8_all_gather",
-        lambda p: p.mesh.tp > 1 and p.float8.enable_fsdp_float8_all_gather,
-        "the Float8 all-gather under tensor parallelism",
-        "turn the all-gather off",
-    ),
-    Missing(
         "activation_checkpoint.policies",
         lambda p: len(memory_budgets(p)) > 1,
         "different memory budgets in one plan",
