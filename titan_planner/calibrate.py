@@ -130,7 +130,7 @@ def with_efficiency(plan: Plan, efficiency: Efficiency) -> Plan:
 
 
 def _with(prior: Efficiency, names: Sequence[str], logs: Sequence[float]) -> Efficiency:
-    values = {name: round(min(max(math.exp(log), BOUNDS[name][0]), BOUNDS[name][1]), 6)
+    values: dict[str, Any] = {name: round(min(max(math.exp(log), BOUNDS[name][0]), BOUNDS[name][1]), 6)
               for name, log in zip(names, logs, strict=True)}  # fmt: skip
     return replace(prior, **values)
 

@@ -30,12 +30,6 @@ MISSING: tuple[Missing, ...] = (
         "use `standard`",
     ),
     Missing(
-        "float8.enable_fsdp_float8_all_gather",
-        lambda p: p.mesh.tp > 1 and p.float8.enable_fsdp_float8_all_gather,
-        "the Float8 all-gather under tensor parallelism",
-        "turn the all-gather off",
-    ),
-    Missing(
         "activation_checkpoint.policies",
         lambda p: len(memory_budgets(p)) > 1,
         "different memory budgets in one plan",

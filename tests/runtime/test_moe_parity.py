@@ -299,6 +299,39 @@ def exchanges(rank: Rank, plan: Plan) -> int:
     return count.counts["_c10d_functional.all_to_all_single.default"]
 
 
+def test_what_the_planner_saves_keeps_experts_products_and_every_bit() -> None:
+    """A block checkpointed by the planner's list computes no grouped product again, and has the gradients of none."""
+    plain = moe_plan(plans.mesh(1), local=2)
+    some = checkpointed(plain, "selective-alternating")
+    keep_all, listed = some.activation_checkpoint.policies
+    unlisted = replace(listed, save_ops=tuple(op for op in SAVE_OPS if "grouped" not in op))
+    plans_ = [plain] + [
+        replace(some, activation_checkpoint=replace(some.activation_checkpoint, policies=(keep_all, policy)))
+        for policy in (replace(listed, save_ops=SAVE_OPS), unlisted)
+    ]
+    (count, gradients), (kept, same), (again, _) = run_ranks(grouped_products, 1, plans_)[0]
+    assert kept == count == 2 * 3 * 3  # layers, weights, and the forward with its two gradients
+    assert again > count
+    assert gradients.keys() == same.keys()
+    assert all(torch.equal(gradients[fqn], same[fqn]) for fqn in gradients)
+
+
+def grouped_products(rank: Rank, variants: list[Plan]) -> list[tuple[int, dict[str, Tensor]]]:
+    """Grouped products in one forward and backward, and the gradients, of each plan."""
+    from tests.runtime.test_apply import CountOps
+    from titan_runtime.apply import build_model
+    from titan_runtime.mesh import build_mesh
+
+    found = []
+    for plan in variants:
+        module = build_model(plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+        with CountOps() as count:
+            module(torch.arange(64).view(2, 32)).square().mean().backward()
+        gradients = {fqn: p.grad.full_tensor() for fqn, p in module.named_parameters() if isinstance(p.grad, DTensor)}
+        found.append((count.counts["aten._grouped_mm.default"], gradients))
+    return found
+
+
 def test_compiling_what_is_around_the_routing_changes_nothing(expected: Curve) -> None:
     plan = checkpointed(moe_plan(plans.mesh(2, ep=2), local=4), "full")
     print(check(replace(plan, compile=replace(plan.compile, enable=True, backend="aot_eager")), expected))

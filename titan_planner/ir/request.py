@@ -263,6 +263,13 @@ class ParallelismSpec:
     expert_tensor_parallel_degree: Annotated[Auto | int, Field("1, or equal to the tensor degree.", ge=1, le=10**7)] = (
         "auto"
     )
+    expert_parallel_comm_backend: Annotated[
+        Literal["standard", "deepep", "hybridep"], Field("Implementation of token dispatch.")
+    ] = "standard"
+    expert_capacity_factor: Annotated[
+        float | None, Field("Tokens an expert takes, as a multiple of the mean; absent drops none.", gt=0)
+    ] = None
+    moe_force_load_balance: Annotated[bool, Field("Route round-robin: for measurements only.")] = False
     fsdp_reshard_after_forward: Annotated[
         Auto | Literal["always", "never", "default"] | int,
         Field("Free gathered parameters after forward; default: unless there is a pipeline.", ge=2, le=10**7),

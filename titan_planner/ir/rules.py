@@ -437,6 +437,12 @@ def _experts(plan: Plan) -> Iterator[Violation]:
 def _expert_options(plan: Plan) -> Iterator[Violation]:
     if mixtures(plan.model):
         return
+    if plan.expert_parallel.comm_backend != "standard":
+        yield Violation(
+            "expert_parallel.comm_backend",
+            f"`comm_backend` is {plan.expert_parallel.comm_backend}, but the model has no experts",
+            "use standard",
+        )
     if plan.expert_parallel.capacity_factor is not None:
         yield Violation(
             "expert_parallel.capacity_factor",
@@ -752,13 +758,14 @@ def _nested_units(plan: Plan) -> Iterator[Violation]:
                 return
 
 
-@_rule("float8-hardware", "Float8 runs on GPUs that have it, or is emulated; MXFP8 is never emulated.")
+@_rule("float8-hardware", "Float8 and MXFP8 run on GPUs that have them, or are emulated.")
 def _float8_hardware(plan: Plan) -> Iterator[Violation]:
     gpu, float8 = plan.cluster.gpu, plan.float8
     if float8.recipe == "mxfp8":
-        if not gpu.mxfp8:
+        if not (gpu.mxfp8 or float8.emulate):
+            instead = "tensorwise" if gpu.float8 else "no Float8"
             yield Violation(
-                "float8.recipe", f"{gpu.name} has no MXFP8", "use tensorwise" if gpu.float8 else "use no Float8"
+                "float8.recipe", f"{gpu.name} has no MXFP8", f"use {instead}, or `emulate: true` to try the numerics"
             )
     elif float8.recipe is not None and not (gpu.float8 or float8.emulate):
         yield Violation(
@@ -828,13 +835,14 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
 
 @_rule(
     "float8-tokens",
-    "Float8 matmuls run over tokens in multiples of 16 (MXFP8: 32), as their kernels do; not if emulated.",
+    "Float8 matmuls run over tokens in multiples of 16, as their kernels do, not if emulated; MXFP8 over blocks of 32.",
 )
 def _float8_tokens(plan: Plan) -> Iterator[Violation]:
     float8 = plan.float8
-    if float8.recipe is None or float8.emulate or not float8.converted:
+    block = float8_token_block(float8.recipe, float8.emulate)
+    if block == 1 or not float8.converted:
         return
-    name, block = ("MXFP8", 32) if float8.recipe == "mxfp8" else ("Float8", 16)
+    name = "MXFP8" if float8.recipe == "mxfp8" else "Float8"
     tokens = plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
     if "output" in float8.converted and tokens % (block * plan.loss.chunks):
         yield Violation(
@@ -848,6 +856,13 @@ def _float8_tokens(plan: Plan) -> Iterator[Violation]:
             f"a rank's microbatch has {tokens} tokens, but {name} needs a multiple of {block}",
             f"use a sequence length that is a multiple of {block * plan.mesh.cp}",
         )
+
+
+def float8_token_block(recipe: str | None, emulate: bool) -> int:
+    """What the tokens of a Float8 matmul must be a multiple of."""
+    if recipe == "mxfp8":
+        return 32  # tokens share scales in the gradient of a weight, however it is computed
+    return 1 if recipe is None or emulate else 16
 
 
 def float8_all_gather_obstacle(plan: Plan, fqn: str, out_features: int) -> str | None:
@@ -1045,4 +1060,13 @@ def rule(rule_id: str) -> Rule | None:
     return next((entry for entry in RULES if entry.id == rule_id), None)
 
 
-__all__ = ["RULES", "Rule", "Violation", "divisors", "float8_all_gather_obstacle", "rule", "splits_backward"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "Violation",
+    "divisors",
+    "float8_all_gather_obstacle",
+    "float8_token_block",
+    "rule",
+    "splits_backward",
+]

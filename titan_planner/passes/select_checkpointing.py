@@ -17,6 +17,7 @@ FULL = replace(KEEP_ALL, name="full", mode="full")
 
 SAVE_OPS = (
     "aten.mm.default",
+    "aten._grouped_mm.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -27,7 +28,7 @@ SAVE_OPS = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 )
-"""Ops that cost much to recompute: matmuls, attention, Float8's amax, and collectives (TorchTitan's per-op list)."""
+"""Ops that cost much to recompute: matmuls, grouped ones of experts, attention, Float8's amax, and collectives."""
 
 
 def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
