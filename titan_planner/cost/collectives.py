@@ -10,6 +10,7 @@ runtime issues. Every record is seen from one rank of a pipeline rank's group; c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -30,7 +31,7 @@ from titan_planner.ir.model import Block, Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding
 from titan_planner.ir.plan import Layer, Plan
 from titan_planner.schedules import Work, order_of, work_of
-from titan_planner.sharding import TP_AXES
+from titan_planner.sharding import TP_AXES, tp_dim
 
 Axis: TypeAlias = Literal[
     "fsdp", "efsdp", "dp_replicate", "data", "tp", "kv_replica", "kv_shard", "cp", "ep", "etp", "pp", "tied"
@@ -914,19 +915,34 @@ def _norm_axes(plan: Plan, sharded: bool) -> list[Axis]:
 
 
 def _muon(step: _Step, stages: list[int], shards: int) -> Iterator[Collective]:
-    """Newton-Schulz needs whole matrices: each rank gathers every momentum, in float32."""
+    """Newton-Schulz needs whole matrices: each rank gathers every momentum in float32, axis by axis.
+
+    A matrix of which tp has rows is put together over fsdp first, one of which it has columns over tp first, as DTensor
+    goes from the inner cut to the outer.
+    """
     plan = step.plan
     stage_of = {layer.fqn: layer.stage for layer in plan.layers}
     chosen = muon_parameters(plan.model)
-    counts: dict[tuple[int, int], int] = {}
+    replicas = plan.tensor_parallel.kv_replicas
+    counts: Counter[tuple[Axis, int, int]] = Counter()
     for parameter in parameters(plan.model):
-        if parameter.fqn in chosen and stage_of[_top(parameter.fqn)] in stages:
-            rows = -(-parameter.shape[0] // shards) * shards
-            key = (rows * parameter.shape[1], stage_of[_top(parameter.fqn)])
-            counts[key] = counts.get(key, 0) + 1
-    if shards > 1:
-        for (numel, stage), count in counts.items():
-            yield step.record(
-                "fsdp", "all_gather", numel * 4, dtype="float32", count=count, phase="step", stage=stage,
-                module="optimizer",
-            )  # fmt: skip
+        stage = stage_of[_top(parameter.fqn)]
+        if parameter.fqn not in chosen or stage not in stages:
+            continue
+        rows, columns = parameter.shape
+        dim = tp_dim(parameter)
+        kv = dim is not None and parameter.axes[dim] == "kv_heads" and replicas > 1
+        over: Axis = "kv_shard" if kv else "tp"
+        parts = axis_ranks(plan, over) if dim is not None else 1
+        if dim == 1:
+            counts["tp", -(-rows // shards) * columns, stage] += 1
+            counts["fsdp", -(-rows // shards) * shards * columns, stage] += 1
+        else:
+            counts["fsdp", -(-rows // parts // shards) * shards * columns, stage] += 1
+            if dim == 0:
+                counts[over, rows * columns, stage] += 1
+    for (axis, numel, stage), count in counts.items():
+        yield step.record(
+            axis, "all_gather", numel * 4, dtype="float32", count=count, phase="step", stage=stage, module="optimizer",
+            ranks=shards if axis == "fsdp" else None,
+        )  # fmt: skip
