@@ -432,17 +432,17 @@ def test_uneven_experts_send_as_many_bytes_in_all() -> None:
     name, plan = next(iter(UNEVEN.items()))
     issued: Counter[tuple[str, bool]] = Counter()
     counted: Counter[tuple[str, bool]] = Counter()
-    shares = set()
+    shares: set[int] = set()
     for rank, results in enumerate(launch(plan.mesh.world_size)):
         events, unseen = results[name]
         assert not unseen
-        shares.add(sum(event.nbytes for event in events if event.kind == "all_to_all"))
+        shares |= {event.nbytes for event in events if event.kind == "all_to_all" and event.dtype == "float32"}
         for event in events:
             issued[(event.kind, event.backward)] += event.nbytes
         for (kind, _, nbytes, _, backward), count in expected(plan, rank).items():
             counted[(kind, backward)] += count * nbytes
     assert issued == counted
-    assert len(shares) > 1
+    assert len(shares) > 1, "the loads are even, so this says nothing"
 
 
 # ------------------------------------------------------------------ other programs, and what the numbers mean
