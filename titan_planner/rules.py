@@ -41,6 +41,9 @@ SPEC_ADDRESSES: tuple[tuple[str, str], ...] = (
     ("tensor_parallel.loss_parallel", "parallelism.disable_loss_parallel"),
     ("tensor_parallel.async_tp", "parallelism.enable_async_tensor_parallel"),
     ("tensor_parallel.kv_replicas", "parallelism.kv_head_replication"),
+    ("expert_parallel.comm_backend", "parallelism.expert_parallel_comm_backend"),
+    ("expert_parallel.capacity_factor", "parallelism.expert_capacity_factor"),
+    ("expert_parallel.force_load_balance", "parallelism.moe_force_load_balance"),
     ("context_parallel.method", "parallelism.context_parallel_method"),
     ("context_parallel.load_balance", "parallelism.context_parallel_load_balancer"),
     ("activation_checkpoint", "activation_checkpoint.mode"),
@@ -78,12 +81,14 @@ def _float8(spec: Spec, model: Model | None, cluster: Cluster | None) -> Iterato
     asked = spec.request().float8
     if asked.recipe == "none":
         return
-    if cluster is not None and asked.recipe == "mxfp8" and not cluster.gpu.mxfp8:
+    if cluster is not None and asked.recipe == "mxfp8" and not (cluster.gpu.mxfp8 or asked.emulate):
         yield Complaint(
             f"{cluster.gpu.name} has no MXFP8",
             "float8.recipe",
             rule="float8-hardware",
-            hint="use `recipe: tensorwise`" if cluster.gpu.float8 else "remove the section float8",
+            hint="use `recipe: tensorwise`"
+            if cluster.gpu.float8
+            else "remove the section float8, or set `emulate: true`",
         )
     elif cluster is not None and asked.recipe not in ("auto", "mxfp8") and not cluster.gpu.float8 and not asked.emulate:
         yield Complaint(

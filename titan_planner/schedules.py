@@ -163,7 +163,7 @@ class _Counted:
         for _ in range(repeat):
             for word in pattern.split():
                 for name in word.split("&"):
-                    kind, chunk = name
+                    kind, chunk = name[0], name[1]
                     count = self._next[kind, chunk]
                     self._next[kind, chunk] = count + 1
                     if kind == "B":  # whole backwards count as both halves
@@ -241,13 +241,17 @@ def repetition(shape: Shape) -> Repetition | None:
     match shape.schedule:
         case None | "GPipe" | "LoopedBFS":
             return None
-        case "1F1B" | "ZBVZeroBubble" | "DualPipeV":
-            step, rounds = 1, 2 * shape.pp * shape.per_rank + 4
+        # One microbatch would do as a step of these; but with transfers exposed their times repeat only after pp of them,
+        # the number that the longest round through the pipeline holds.
+        case "1F1B":
+            step, rounds = shape.pp, 4
+        case "ZBVZeroBubble" | "DualPipeV":
+            step, rounds = shape.pp, 6
         case "Interleaved1F1B" | "InterleavedZeroBubble":
             step, rounds = _group(shape), 4
         case _:
             assert_never(shape.schedule)
-    base = dataclasses.replace(shape, microbatches=step * rounds)
+    base = dataclasses.replace(shape, microbatches=step * rounds + shape.microbatches % step)
     if base.microbatches + step > shape.microbatches:
         return None
     short, longer = order_of(base), order_of(dataclasses.replace(base, microbatches=base.microbatches + step))

@@ -22,7 +22,7 @@ from titan_runtime.apply.fsdp import resolve_units
 from titan_runtime.errors import RunError
 from titan_runtime.init import initialise
 from titan_runtime.loss import cross_entropy_sum
-from titan_runtime.modules import build
+from titan_runtime.modules import Transformer, build
 
 
 class CountOps(TorchDispatchMode):
@@ -200,6 +200,45 @@ def test_chunks_keep_the_logits_small(chunks: int) -> None:
 
 
 VIEW = torch.ops.aten.view.default
+
+
+def test_a_split_backward_keeps_one_number_of_the_loss_and_computes_each_half_once() -> None:
+    """As zero-bubble schedules run the last stage: gradients of the inputs first, those of the weights later."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    plan = plans.tiny_plan()
+
+    def last_stage() -> tuple[Transformer, torch.Tensor]:
+        module = build(plan.model, seq_len=32).to_empty(device="cpu")
+        initialise(module, plan.model, seed=0)
+        module.tok_embeddings = None
+        return module, torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    labels = torch.arange(4 * 32).view(4, 32)
+    whole, x = last_stage()
+    cross_entropy_sum(whole(x), labels).backward()
+
+    split, arrived = last_stage()
+    with CountOps() as forward:
+        loss = split(arrived, labels, cross_entropy_sum, 4)
+    with CountOps() as first:
+        (to_input,), groups = stage_backward_input([loss], None, [arrived], split.parameters())
+    kept = [grad for group in groups for grads in group["grads"] for grad in grads if grad is not None]
+    assert max(grad.shape[-1] for grad in kept if grad.dim()) < plans.VOCAB
+    assert any(grad.dim() == 0 for grad in kept)  # the loss's: what the head's weight gradient starts from
+    with CountOps() as second:
+        stage_backward_weight(split.parameters(), groups)
+
+    torch.testing.assert_close(to_input, x.grad)
+    for name, parameter in split.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
+    # Per block seven products in forward, and as many in each half; per chunk of the head one, and again one and its own.
+    blocks = 2 * 7
+    assert [count.counts["aten.mm.default"] for count in (forward, first, second)] == [
+        blocks + 4,
+        blocks + 2 * 4,
+        blocks + 2 * 4,
+    ]
 
 
 # ------------------------------------------------------------------ FSDP

@@ -233,6 +233,8 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ),
     ("float8 without recipe", PIPELINE_PLAN, edit("float8.recipe", None), "`recipe` is null", None),
     ("actions without pp", TINY_PLAN, edit("pipeline.actions", ["F0"]), "a table of actions is given, but pp is 1", "pp-schedule"),
+    ("actions of too few ranks", PIPELINE_PLAN, edit("pipeline.actions", ["0F0"]),
+     "1 rows of actions for 4 pipeline ranks", "pp-actions"),
     ("emulated nothing", TINY_PLAN, edit("float8.emulate", True), "`emulate` is on, but `recipe` is null", None),
     ("recompute, not selective", TINY_PLAN, edit("activation_checkpoint.policies.0.recompute_every_second_matmul", True),
      "goes with mode selective only, but the mode is none", None),

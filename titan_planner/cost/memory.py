@@ -36,14 +36,16 @@ def module_numel(plan: Plan) -> dict[str, int]:
     return found
 
 
-def _numel_with_one_moment(plan: Plan) -> dict[str, int]:
-    """Elements of every top-level module for which the optimizer keeps one moment and not two."""
-    found = {layer.fqn: 0 for layer in plan.layers}
+def _sharded_numel_with_one_moment(plan: Plan) -> dict[str, float]:
+    """Elements of every top-level module on a rank for which the optimizer keeps one moment and not two."""
+    found = {layer.fqn: 0.0 for layer in plan.layers}
     if plan.optimizer.name == "Muon":
         matrices = muon_parameters(plan.model)
         for parameter in parameters(plan.model):
             if parameter.fqn in matrices:
-                found[top_level(parameter)] += _local_numel(plan, parameter)
+                shards = plan.mesh.efsdp if parameter.is_expert else plan.mesh.fsdp
+                local = _local_numel(plan, parameter)
+                found[top_level(parameter)] += local / shards if plan.fsdp.strategy == "fsdp" else local
     return found
 
 
@@ -74,8 +76,7 @@ def top_level(parameter: Parameter) -> str:
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Memory of the fullest rank of each pipeline *rank*, reported at its first stage; GiB."""
     numel, sharded = module_numel(plan), sharded_numel(plan)
-    once = _numel_with_one_moment(plan)
-    shards = plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1
+    once = _sharded_numel_with_one_moment(plan)
     # Equal layers cost the same, so activations are computed once per (kind of block, policy).
     cached: dict[tuple[int, str], float] = {}
     blocks = list(plan.model.layers())
@@ -97,13 +98,16 @@ def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
                     cached[key] = block_activation_bytes(plan, block, policy)
                 activations += cached[key]
         local = sum(sharded[layer.fqn] for layer in layers)
+        # Where one rank holds a tied weight twice, only the first stage's is trained.
+        twice = plan.model.tied and stages[0] == 0 and len(stages) > 1 and layers[-1].fqn == "output"
+        trained = local - (sharded["output"] if twice else 0.0)
         found.append(
             StageMemory(
                 stage=stages[0],
                 parameters_gib=_gib(local * _BYTES[plan.dtype]),
                 gradients_gib=_gib(local * _BYTES[plan.dtype]),
                 optimizer_gib=_gib(
-                    (2 * local - sum(once[layer.fqn] for layer in layers) / shards) * _BYTES[plan.optimizer.state_dtype]
+                    (2 * trained - sum(once[layer.fqn] for layer in layers)) * _BYTES[plan.optimizer.state_dtype]
                 ),
                 unsharded_gib=_gib(_unsharded_bytes(plan, [layer.fqn for layer in layers], numel)),
                 activations_gib=_gib(activations * held + _working_bytes(plan, blocks)),
@@ -134,7 +138,7 @@ def block_activation_bytes(plan: Plan, block: Block, policy: CheckpointPolicy) -
             lse = tokens * gqa.num_heads / plan.mesh.tp
         case _:
             assert_never(block.attention)
-    routed = 0.0
+    routed = experts = 0.0
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
             mlp = tokens * hidden / plan.mesh.tp
@@ -144,19 +148,23 @@ def block_activation_bytes(plan: Plan, block: Block, policy: CheckpointPolicy) -
         case Moe() as moe:
             # With the experts' loads balanced. Each token is copied for every expert that it goes to, there and back.
             sent = tokens * moe.top_k
-            mlp = tokens * moe.shared_dim / plan.mesh.tp + sent * moe.hidden_dim / plan.mesh.etp
+            mlp = tokens * moe.shared_dim / plan.mesh.tp
+            experts = sent * moe.hidden_dim / plan.mesh.etp
             routed = sent * plan.model.dim
         case _:
             assert_never(block.feed_forward)
     if policy.mode == "full":
         return 2 * stream
-    everything = 8 * stream + 4 * q + 4 * kv + 4 * lse + 8 * mlp + 4 * routed
+    everything = 8 * stream + 4 * q + 4 * kv + 4 * lse + 8 * (mlp + experts) + 4 * routed
     if policy.mode == "none":
         return everything
     if policy.mode == "selective":
         # The block's input, attention's output with its statistics, and every second of the seven matmuls' outputs.
+        # Experts' three grouped products are not counted among those: all of them are kept.
         matmuls = 2 * q + 4 * kv + 4 * stream + 4 * mlp
-        return 2 * stream + 2 * q + 4 * lse + (matmuls / 2 if policy.recompute_every_second_matmul else matmuls)
+        grouped = 4 * experts + 2 * routed if "aten._grouped_mm.default" in policy.save_ops else 0.0
+        kept = matmuls / 2 if policy.recompute_every_second_matmul else matmuls
+        return 2 * stream + 2 * q + 4 * lse + kept + grouped
     assert policy.memory_budget is not None
     return 2 * stream + policy.memory_budget * (everything - 2 * stream)
 

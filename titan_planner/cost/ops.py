@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
 from titan_planner.cost.program import TITAN, Program
-from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Moe, SwiGlu
+from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Mlp, Moe, SwiGlu
 from titan_planner.ir.plan import Plan
 
 Fusion: TypeAlias = Literal["eager", "compiled", "fused"]
@@ -122,6 +122,12 @@ _GATE: dict[Fusion, _Traffic] = {
     "compiled": _Traffic(6, 12, 1, 1),
     "fused": _Traffic(6, 10, 1, 1),
 }
+# One activation per element of the hidden dim; eager GELU and squared ReLU are one and two kernels.
+_ACTIVATION: dict[Fusion, _Traffic] = {
+    "eager": _Traffic(6, 8, 2, 2),
+    "compiled": _Traffic(4, 6, 1, 1),
+    "fused": _Traffic(4, 6, 1, 1),
+}
 # Sorting tokens by expert, scattering them back and weighting them, per element of a routed row.
 _ROUTE: dict[Fusion, _Traffic] = {
     "eager": _Traffic(20, 24, 12, 12),
@@ -182,6 +188,13 @@ def _feed_forward_ops(feed_forward: FeedForward, dim: int, shape: Shape) -> tupl
     match feed_forward:
         case SwiGlu(hidden_dim=hidden):
             return _swiglu_ops("feed_forward", dim, hidden // shape.tp, shape)
+        case Mlp(hidden_dim=hidden):
+            local = hidden // shape.tp
+            return (
+                Matmul("feed_forward.w1", shape.tokens, local, dim),
+                _elementwise("feed_forward.activation", _ACTIVATION, shape.fusion, float(shape.tokens * local)),
+                Matmul("feed_forward.w2", shape.tokens, dim, local),
+            )
         case Moe() as moe:
             # Without expert-tensor parallelism the ranks of tp route parts of the tokens each.
             own = shape.tokens / (shape.tp if shape.etp < shape.tp else 1)

@@ -6,7 +6,7 @@ are priced with the same formulas under another `Program`, and marked as what th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 Kernels: TypeAlias = Literal["plan", "eager", "compiled", "fused"]
@@ -53,3 +53,21 @@ MEGATRON = Program(
 )
 """Megatron-LM with its distributed optimizer: bf16 weights, fp32 gradients, fp32 main weights and moments over dp, i.e.
 6 + 12 / dp bytes a parameter (Megatron-LM docs, distributed optimizer)."""
+
+NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True)
+"""NVIDIA's NeMo and Megatron-Bridge recipes for performance: Megatron-LM with tensor-parallel collectives through user
+buffers, which overlap with matmuls (NeMo performance guide, communication overlaps)."""
+
+DDP_MIXED = replace(MEGATRON, name="megatron-ddp", data_policy="ddp")
+"""Megatron-LM without the distributed optimizer: everything whole on every data rank, 18 bytes a parameter (the 45.56 GiB of
+figure 1 in Korthikanti et al. 2022, arXiv 2205.05198, are 18 bytes x 22e9 / 8)."""
+
+DEEPSPEED_ZERO1 = replace(MEGATRON, name="deepspeed-zero1", gradient_bytes=2)
+"""Megatron-DeepSpeed with ZeRO-1 in fp16: weights and gradients of 2 bytes, main weights and moments sharded, i.e.
+4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, P_os)."""
+
+FUSED_FSDP = Program(name="fused-fsdp", executable=False, kernels="fused")
+"""Fully sharded data parallelism under hand-written kernels: Megatron-FSDP, NeMo AutoModel with Transformer Engine."""
+
+XLA_FSDP = Program(name="xla-fsdp", executable=False, kernels="compiled", graphs=True)
+"""MaxText and PaxML: weights fully sharded, and the whole step compiled to one program without launches from the host."""

@@ -97,5 +97,7 @@ def converted_names(model: Model, selectors: tuple[str, ...]) -> dict[int, froze
                 found.setdefault(int(parts[1]), set()).add(parts[2])
             else:
                 found.setdefault(-1, set()).add(fqn)
-    shared = {}  # equal sets as one object: they are compared and hashed for every layer
+    shared: dict[
+        frozenset[str], frozenset[str]
+    ] = {}  # equal sets as one object: they are compared and hashed for every layer
     return {number: shared.setdefault(frozenset(names), frozenset(names)) for number, names in found.items()}

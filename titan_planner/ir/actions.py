@@ -52,6 +52,17 @@ class Order:
         return any(action.kind == "I" for row in self.ranks for action in row)
 
 
+def spell(row: tuple[Action, ...]) -> str:
+    """The row as `pipeline.actions` writes it."""
+    words: list[str] = []
+    for action in row:
+        if action.paired and action.kind == "B":
+            words[-1] = f"({words[-1]};{action})OVERLAP_F_B"
+        else:
+            words.append(str(action))
+    return ",".join(words)
+
+
 @functools.lru_cache(maxsize=64)
 def parse_actions(rows: tuple[str, ...], placement: tuple[int, ...], microbatches: int) -> Order:
     """The order that `pipeline.actions` spells out, one row a rank, for stages that lie on the ranks of `placement`.
@@ -68,7 +79,9 @@ def parse_actions(rows: tuple[str, ...], placement: tuple[int, ...], microbatche
     return order
 
 
-def _wrong(message: str, hint: str = "rows look like `0F0,0F1,0B0,0B1`: stage, F, B, I or W, microbatch") -> InvariantError:
+def _wrong(
+    message: str, hint: str = "rows look like `0F0,0F1,0B0,0B1`: stage, F, B, I or W, microbatch"
+) -> InvariantError:
     return InvariantError("actions", message, hint)
 
 

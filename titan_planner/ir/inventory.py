@@ -169,9 +169,12 @@ def num_params(model: Model) -> int:
 
 @functools.lru_cache(maxsize=16)
 def muon_parameters(model: Model) -> frozenset[str]:
-    """FQNs of the parameters that Muon takes: matrices between hidden states. Embedding, output, norms are AdamW's."""
+    """FQNs of the parameters that Muon takes: matrices between hidden states, those of experts stacked.
+
+    Embedding, output, routers and norms are AdamW's.
+    """
     return frozenset(
-        p.fqn for p in parameters(model) if len(p.shape) == 2 and "vocab" not in p.axes and not is_router(p.module)
+        p.fqn for p in parameters(model) if len(p.shape) >= 2 and "vocab" not in p.axes and not is_router(p.module)
     )
 
 

@@ -9,7 +9,7 @@ from titan_planner.ir.execution import SkippedLinear
 from titan_planner.ir.fqn import fold, pattern_matches
 from titan_planner.ir.inventory import is_router, linear_modules, parameters
 from titan_planner.ir.plan import Plan
-from titan_planner.ir.rules import float8_all_gather_obstacle
+from titan_planner.ir.rules import float8_all_gather_obstacle, float8_token_block
 from titan_planner.passes.context import Context
 from titan_planner.sharding import local_shape
 
@@ -37,8 +37,9 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
     patterns = [p for p in asked.filter_fqns if p != AUTO_FILTER]
     block = 32 if recipe == "mxfp8" else 16
     tokens = plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
-    if tokens % block and not asked.emulate:
-        ctx.missed("float8", f"a rank's microbatch has {tokens} tokens, which is not a multiple of {block}")
+    rows = float8_token_block(recipe, asked.emulate)
+    if tokens % rows:
+        ctx.missed("float8", f"a rank's microbatch has {tokens} tokens, which is not a multiple of {rows}")
         return plan
     local = {p.module: local_shape(p, plan.mesh, plan.tensor_parallel.kv_replicas) for p in parameters(plan.model)}
     converted: list[str] = []
@@ -48,8 +49,8 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
         reason = _reason(fqn, local_n, local_k, patterns, _TOO_SMALL.get(recipe) if auto else None, block)
         if reason is None and asked.enable_fsdp_float8_all_gather and plan.fsdp.strategy == "fsdp":
             reason = float8_all_gather_obstacle(plan, fqn, n)
-        if reason is None and fqn == "output" and tokens % (block * plan.loss.chunks) and not asked.emulate:
-            reason = f"it sees {tokens} tokens in {plan.loss.chunks} chunks, which are no multiples of {block}"
+        if reason is None and fqn == "output" and rows > 1 and tokens % (rows * plan.loss.chunks):
+            reason = f"it sees {tokens} tokens in {plan.loss.chunks} chunks, which are no multiples of {rows}"
         if reason is None:
             converted.append(fqn)
         else:

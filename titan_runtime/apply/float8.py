@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,8 +30,8 @@ from titan_runtime.modules.output import OutputProjection
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-MXFP8_BLOCK = 32
-"""Elements that share a scale in MXFP8."""
+SHARDING_DIMS = ("fsdp", "dp_shard")
+"""What the mesh of a weight calls the ranks that FSDP shards it over; see `mesh.data_mesh`."""
 
 
 def apply_float8(module: nn.Module, plan: Plan) -> None:
@@ -41,7 +43,7 @@ def apply_float8(module: nn.Module, plan: Plan) -> None:
         return
     wanted = planned(module, plan)
     if plan.float8.recipe == "mxfp8":
-        converted = _convert_mxfp8(module, wanted)
+        converted = _convert_mxfp8(module, wanted, "EMULATED" if plan.float8.emulate else "AUTO")
     else:
         converted = _convert_float8(module, wanted, float8_config(plan.float8))
     require_equal(wanted, converted)
@@ -94,12 +96,27 @@ def float8_config(float8: Float8) -> Float8LinearConfig:
 def after_update(module: nn.Module, plan: Plan) -> None:
     """To be called when the optimizer has changed the weights: all their scales in one reduction, where planned.
 
-    Without it, every weight's scale is a reduction of its own just before the weight is gathered. Collective.
+    Without it, every weight's scale is a reduction of its own just before the weight is gathered. Collective over the
+    ranks that shard a weight. Under tensor parallelism each rank's part has a scale of its own, as it has without the
+    all-gather; torchao's function would take one scale for all parts, and so round otherwise than the plan says.
     """
-    if plan.float8.precompute_float8_dynamic_scale_for_fsdp:
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+    if not plan.float8.precompute_float8_dynamic_scale_for_fsdp:
+        return
+    from torchao.float8.float8_utils import amax_to_scale
 
-        precompute_float8_dynamic_scale_for_fsdp(module)
+    sent = [p for p in module.parameters() if isinstance(p, DTensor) and hasattr(p.to_local(), "fsdp_pre_all_gather")]
+    if not sent:  # a pipeline rank that holds no converted linear
+        return
+    wrapped = [parameter._local_tensor for parameter in sent]
+    mesh = sent[0].device_mesh
+    names = mesh.mesh_dim_names or ()
+    largest = torch.stack(torch._foreach_norm([w._tensor.detach() for w in wrapped], ord=math.inf))
+    largest = largest.to(mesh.device_type)
+    # On every stage of a rank the weights are sharded over the same ranks.
+    group = mesh.get_group(next(name for name in SHARDING_DIMS if name in names))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    for weight, scale in zip(wrapped, amax_to_scale(largest, wrapped[0]._dtype), strict=True):
+        weight._precomputed_scale = scale
 
 
 def high_precision(tensor: Tensor) -> Tensor:
@@ -128,7 +145,7 @@ def float8_problems(plan: Plan, has_torchao: bool, capability: tuple[int, int] |
     if not has_torchao:
         return [NEEDS_TORCHAO]
     needed, name = ((10, 0), "MXFP8") if float8.recipe == "mxfp8" else ((8, 9), "Float8")
-    if float8.emulate and float8.recipe != "mxfp8":
+    if float8.emulate:
         return []
     if capability is None:
         return [f"the plan computes in {name}, which a CPU has not\n    try: use `float8: none`, or `emulate: true`"]
@@ -205,7 +222,7 @@ class Mxfp8OutputProjection(OutputProjection, Mxfp8Linear):
         return Mxfp8Linear.forward(self, x)
 
 
-def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str = "AUTO") -> frozenset[str]:
+def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str) -> frozenset[str]:
     _require_torchao()
     with _quiet_import():
         from torchao.quantization.quantize_.common import KernelPreference
