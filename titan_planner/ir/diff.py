@@ -77,6 +77,7 @@ CONSEQUENCES: tuple[tuple[str, Consequence, str], ...] = (
     ("model.blocks.*.block.feed_forward.score_before_experts", "numerics", "the same weights compute something else"),
     ("model.blocks.*.block.feed_forward.route_norm", "numerics", "the same weights compute something else"),
     ("model.blocks.*.block.feed_forward.route_scale", "numerics", "the same weights compute something else"),
+    ("model.blocks.*.block.feed_forward.activation", "numerics", "the same weights compute something else"),
     ("model.blocks.*.block.feed_forward.num_groups", "numerics", "tokens go to other experts"),
     ("model.blocks.*.block.feed_forward.num_limited_groups", "numerics", "tokens go to other experts"),
     ("model.blocks.*.block.feed_forward.load_balance_coeff", "numerics", "the experts' bias moves otherwise"),
