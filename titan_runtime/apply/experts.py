@@ -71,7 +71,7 @@ def _exchanging(experts: GroupedExperts, group: dist.ProcessGroup) -> Callable[[
     ranks = dist.get_world_size(group)
 
     def compute(x: Tensor, counts: Tensor) -> Tensor:
-        return run_experts(x, counts, *(_local(experts, name) for name in ("w1", "w2", "w3")))
+        return run_experts(x, counts, *(_local(experts, name) for name in ("w1", "w2", "w3")), product=experts.product)
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         # Whom I send how much is known; who sends me how much has to be asked. [sender, local expert]
