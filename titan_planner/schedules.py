@@ -385,10 +385,11 @@ def peak_bytes(points: Sequence[Held], kept: Sequence[Kept]) -> float:
     """Most bytes that a rank holds at once: `points` are its `peaks`, `kept` has the bytes of each of its stages in order."""
     early = [size.until_input - size.between for size in kept]
     late = [size.until_weight + size.between for size in kept]
-    if not any(early):
-        most: float = max([sum(map(mul, point.until_weight, late)) for point in points])
-        return most
-    most = max([sum(map(mul, point.until_input, early)) + sum(map(mul, point.until_weight, late)) for point in points])
+    most: float
+    if any(early):
+        most = max([sum(map(mul, p.until_input, early)) + sum(map(mul, p.until_weight, late)) for p in points])
+    else:
+        most = max([sum(map(mul, p.until_weight, late)) for p in points])
     return most
 
 
