@@ -83,6 +83,9 @@ class Collective:
     stage: int
     """Pipeline stage, 0 without a pipeline."""
     pp_rank: int
+    copies: int = 1
+    """Of an expert exchange: copies of each token among the bytes, of which a dispatcher (DeepEP, HybridEP) sends only one to
+    each rank and over the network only one to each node. 1: all that is counted is sent."""
 
     @property
     def sent_bytes(self) -> float:
@@ -201,6 +204,7 @@ class _Step:
         overlaps: Overlap | None = None,
         exposed: int = 0,
         pp_rank: int | None = None,
+        copies: int = 1,
     ) -> Collective:
         """`count` is for all modules; without it, each has one in every run."""
         total = self.runs * modules if count is None else count
@@ -218,6 +222,7 @@ class _Step:
             exposed=total if overlaps is None else exposed,
             stage=stage,
             pp_rank=self.rank_of[stage] if pp_rank is None else pp_rank,
+            copies=copies,
         )
 
 
@@ -595,6 +600,7 @@ class _Move:
     times: int = 1
     overlaps: Overlap | None = None
     tail: bool = False  # nothing after it in its module is kept for backward
+    copies: int = 1
 
 
 _OPS: dict[str, str] = {
@@ -626,6 +632,7 @@ def _module_collectives(step: _Step, part: _Part) -> Iterator[Collective]:
             yield step.record(
                 move.axis, move.kind, move.nbytes, dtype=move.dtype, phase=phase, stage=part.stage, module=part.fqn,
                 modules=part.modules, count=step.runs * part.modules * move.times, overlaps=move.overlaps,
+                copies=move.copies,
             )  # fmt: skip
 
 
@@ -841,7 +848,9 @@ def _experts(step: _Step, moe: Moe, forward: list[_Move], backward: list[_Move])
     Between the ranks of etp nothing moves: they have the same tokens, and what each adds is summed on leaving the layer.
     """
     rows = expert_rows_sent(step.plan, moe, step.tokens)
-    exchange = _Move("ep", "all_to_all", rows * step.plan.model.dim * step.width, step.dtype)
+    once = step.plan.expert_parallel.comm_backend != "standard"
+    nbytes = rows * step.plan.model.dim * step.width
+    exchange = _Move("ep", "all_to_all", nbytes, step.dtype, copies=moe.top_k if once else 1)
     forward.append(_Move("ep", "all_to_all", moe.num_experts * BYTES["int64"], "int64"))
     forward += [exchange, exchange]
     backward += [exchange, exchange]

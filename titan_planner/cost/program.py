@@ -43,7 +43,10 @@ class Program:
     )
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
-    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls (async TP, user buffers)
+    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls though the plan does not ask for it
+    tensor_overlap: float = (
+        0.5  # of such a collective, what hides beside its matmul (torch's async TP: 0.36 to 0.57, see docs)
+    )
     graphs: bool = False  # CUDA graphs: no launch overhead
 
 
@@ -64,7 +67,7 @@ MEGATRON = Program(
 """Megatron-LM with its distributed optimizer: bf16 weights, fp32 gradients, fp32 main weights and moments over dp, i.e.
 6 + 12 / dp bytes a parameter (Megatron-LM docs, distributed optimizer)."""
 
-NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True)
+NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True, tensor_overlap=0.8)
 """NVIDIA's NeMo and Megatron-Bridge recipes for performance: Megatron-LM with tensor-parallel collectives through user
 buffers, which overlap with matmuls (NeMo performance guide, communication overlaps)."""
 
