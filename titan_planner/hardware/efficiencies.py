@@ -26,8 +26,8 @@ _FITTED: dict[str, Efficiency] = {
     "h100-sxm-80gb": Efficiency(
         matmul=0.68,
         matmul_float8=0.55,
-        attention=0.50,
-        attention_backward=0.40,
+        attention=0.40,
+        attention_backward=0.32,
         memory=0.85,
         intra_node=0.80,
         inter_node=0.80,
@@ -38,8 +38,8 @@ _FITTED: dict[str, Efficiency] = {
     "gb200-186gb": Efficiency(
         matmul=0.68,
         matmul_float8=0.55,
-        attention=0.50,
-        attention_backward=0.40,
+        attention=0.40,
+        attention_backward=0.32,
         memory=0.85,
         intra_node=0.80,
         inter_node=0.80,
