@@ -124,13 +124,14 @@ def matmul_seconds(op: Matmul, precision: Precision, gpu: Gpu, fused_casts: bool
     )
 
 
-# What older and newer kernels reach over FlashAttention-2, (Ampere, Hopper and later), forward and backward. FlashAttention-2
+# What older and newer kernels reach over FlashAttention-2, forward and backward. FlashAttention-2
 # paper, section 4: the first reaches 30 to 50 % of an A100's peak forward and 25 to 35 % backward, the second up to 73 %
-# and 63 %, and 37 % of an H100's forward. FlashAttention-3 paper, figures 5 and 6: up to 75 % of an H100 forward.
-_GENERATION: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
-    "first": ((0.65, 0.60), (0.55, 0.50)),
-    "second": ((1.0, 1.0), (1.0, 1.0)),
-    "third": ((1.0, 1.0), (1.5, 1.4)),
+# and 63 %, and 37 % of an H100's forward. FlashAttention-3 paper, figures 5 and 6: up to 75 % of an H100 forward. FlashAttention-2
+# has no kernels of its own for Blackwell, which cuDNN has.
+_GENERATION: dict[str, dict[str, tuple[float, float]]] = {
+    "first": {"ampere": (0.65, 0.60), "hopper": (0.55, 0.50), "blackwell": (0.5, 0.5)},
+    "second": {"ampere": (1.0, 1.0), "hopper": (1.0, 1.0), "blackwell": (1.0, 1.0)},
+    "third": {"ampere": (1.0, 1.0), "hopper": (1.5, 1.5), "blackwell": (3.0, 3.0)},
 }
 
 _SCORE_BYTES = (14.0, 18.0)
@@ -150,7 +151,7 @@ def attention_seconds(op: Mixing, gpu: Gpu, generation: Attention = "second") ->
         products = 2 * op.flops / (peak * fit.matmul * op.qk_dim / (op.qk_dim + _HALF_K))
         scores = 2 * op.pairs * op.heads / memory_rate(gpu)
         return products + _SCORE_BYTES[0] * scores, 2 * products + _SCORE_BYTES[1] * scores
-    factors = _GENERATION[generation][_hopper_or_later(gpu)]
+    factors = _GENERATION[generation][_architecture(gpu)]
     # Heads of 64 fill the tensor cores' pipeline half as long as those of 128 (FlashAttention-2, figures 4 to 6).
     narrow = min(1.0, 0.55 + 0.45 * op.qk_dim / 128)
     forward = op.flops / (peak * min(0.9, fit.attention * factors[0]) * narrow) + KERNEL_SECONDS
@@ -158,8 +159,9 @@ def attention_seconds(op: Mixing, gpu: Gpu, generation: Attention = "second") ->
     return forward, backward
 
 
-def _hopper_or_later(gpu: Gpu) -> bool:
-    return gpu.compute_capability is not None and int(gpu.compute_capability.split(".")[0]) >= 9
+def _architecture(gpu: Gpu) -> str:
+    major = 8 if gpu.compute_capability is None else int(gpu.compute_capability.split(".")[0])
+    return "blackwell" if major >= 10 else "hopper" if major == 9 else "ampere"
 
 
 def elementwise_seconds(op: Elementwise, gpu: Gpu) -> tuple[float, float]:
