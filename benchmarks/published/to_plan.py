@@ -216,11 +216,11 @@ def _zero1(row: Row, assume: list[str]) -> bool:
 def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
     """The program, and whether the plan is compiled."""
     compiled, graphs = _compiled(row, assume if fsdp else [])
-    about = f"{row.text('framework')} {row.text('overlap.kernels')} {row.text('kernels.transformer_impl')}".casefold()
+    about = _software(row)
     if fsdp:
         if re.search(r"jax|maxtext|paxml", about):
             return XLA_FSDP, False
-        if re.search(r"\bte\b|transformer.?engine|megatron", about) or row.count("parallelism.fsdp_column", minimum=0):
+        if re.search(r"\bte\b|transformer.?engine|megatron|nemo", about) or row.text("container"):
             return FUSED_FSDP, False
         program = TITAN
         if row.count("parallelism.zero_stage") == 2 and not row.text("overlap.reshard_after_forward"):
@@ -231,7 +231,7 @@ def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tupl
         program = DEEPSPEED_ZERO1
     elif not sharded:
         program = DDP_MIXED
-    elif row.text("container") or re.search(r"nemo", about):
+    elif _is_nemo(row):
         program = NEMO
     else:
         program = MEGATRON
@@ -240,6 +240,16 @@ def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tupl
     if compiled:
         program = replace(program, kernels="compiled")
     return replace(program, graphs=program.graphs or graphs), False
+
+
+def _software(row: Row) -> str:
+    """What the row names as its software: its framework and kernels, or else what was published by that name."""
+    named = row.text("framework") or f"{row.text('source.title')} {row.text('source.repo')}"
+    return f"{named} {row.text('overlap.kernels')} {row.text('kernels.transformer_impl')}".casefold()
+
+
+def _is_nemo(row: Row) -> bool:
+    return bool(row.text("container")) or "nemo" in _software(row)
 
 
 def _compiled(row: Row, assume: list[str]) -> tuple[bool, bool]:
@@ -380,6 +390,13 @@ def _pipeline(
     if degrees.pp == 1:
         return None, None
     schedule, per_rank = _schedule(row, degrees)
+    held = model.num_layers // degrees.pp
+    printed = degrees.vpp is not None or row.text("parallelism.pp_schedule")
+    even = held % 2 == 0 and held > 2 and model.num_layers % degrees.pp == 0 and microbatches % degrees.pp == 0
+    if not printed and even and _is_nemo(row):
+        # NVIDIA's recipes for performance interleave every pipeline; where the degree is not printed, two layers a stage.
+        schedule, per_rank = "Interleaved1F1B", held // 2
+        assume.append("interleaved stages of two layers")
     if schedule == "1F1B" and microbatches < degrees.pp:
         # Torch's 1F1B wants as many microbatches as stages; with fewer it is GPipe's order.
         schedule = "GPipe"
