@@ -451,8 +451,8 @@ def plot(records: Sequence[Record], quantity: Quantity, group: str = "source") -
             ]
     parts.append('<g clip-path="url(#frame)">')
     dashed = 'stroke="#999" stroke-dasharray="4"'
-    for factor, style in ((1.0, 'stroke="#000"'), (1.1, dashed), (1 / 1.1, dashed)):
-        shift = math.log10(factor) / (high - low) * _SIZE
+    for ratio, style in ((1.0, 'stroke="#000"'), (1.1, dashed), (1 / 1.1, dashed)):
+        shift = math.log10(ratio) / (high - low) * _SIZE
         parts.append(line((0, _SIZE - shift), (_SIZE, -shift), style))
     for measured, predicted, record in points:
         colour = _COLOURS[groups.index(record["tags"][group]) % len(_COLOURS)]
