@@ -15,6 +15,7 @@ from benchmarks.published.model import model_of
 from benchmarks.published.rows import MALFORMED, NOT_PUBLISHED, Row, Unusable
 from titan_planner.cost.memory import stage_memory
 from titan_planner.cost.program import (
+    COMPOSER,
     DDP_MIXED,
     DEEPSPEED_ZERO1,
     FUSED_FSDP,
@@ -215,6 +216,27 @@ def _zero1(row: Row, assume: list[str]) -> bool:
 
 def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
     """The program, and whether the plan is compiled."""
+    program, compiled = _sharding_program(row, fsdp, degrees, assume)
+    return _with_attention(row, program, assume), compiled
+
+
+def _with_attention(row: Row, program: Program, assume: list[str]) -> Program:
+    """`program` with the generation of its attention kernel, where the row tells another than the program's usual one."""
+    told = f"{row.text('kernels.attention_backend')} {row.text('overlap.attention')}".casefold()
+    if re.search(r"unfused|math|eager", told):
+        return replace(program, attention="materialised")
+    if re.search(r"cudnn|fused|\bte\b|fa3|flash.?attention.?3", told):
+        return replace(program, attention="third")
+    if "flash" in told:
+        return replace(program, attention="second")
+    if row.text("tags.precision_class") == "fp16":
+        # Mixed precision in fp16 is of 2020 to 2022, before FlashAttention came to these programs.
+        assume.append("attention scores in memory, as before FlashAttention")
+        return replace(program, attention="materialised")
+    return program
+
+
+def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
     compiled, graphs = _compiled(row, assume if fsdp else [])
     about = _software(row)
     if fsdp:
@@ -222,6 +244,8 @@ def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tupl
             return XLA_FSDP, False
         if re.search(r"\bte\b|transformer.?engine|megatron|nemo", about) or row.text("container"):
             return FUSED_FSDP, False
+        if re.search(r"\bamp\b|autocast", row.text("precision").casefold()) and not compiled:
+            return COMPOSER, False
         program = TITAN
         if row.count("parallelism.zero_stage") == 2 and not row.text("overlap.reshard_after_forward"):
             program = replace(TITAN, name="zero2", data_policy="zero2", executable=False)

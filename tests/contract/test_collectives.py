@@ -18,9 +18,10 @@ from tests.harness import Rank, run_ranks
 from tests.plans import NO_CHECKPOINT, mesh, tiny_model, tiny_moe_model, tiny_plan, units
 from tests.recorder import Event, Recorder
 from titan_planner.cost.collectives import Collective, axis_stride, collectives
+from titan_planner.cost.program import MEGATRON
 from titan_planner.ir.execution import ActivationCheckpoint
 from titan_planner.ir.inventory import muon_parameters, parameters, top_level_modules
-from titan_planner.ir.model import Blocks
+from titan_planner.ir.model import Blocks, Mlp
 from titan_planner.ir.parallel import (
     ContextParallel,
     ExpertParallel,
@@ -30,6 +31,7 @@ from titan_planner.ir.parallel import (
     TensorParallel,
 )
 from titan_planner.ir.plan import Layer, Plan
+from titan_planner.models.llama3 import FLAVORS
 from titan_planner.passes.select_checkpointing import SAVE_OPS
 from titan_planner.schedules import default_stages_per_rank, place_stages
 from titan_planner.sharding import expert_rows, tensor_parallel_rows
@@ -159,6 +161,32 @@ def odd_model() -> Any:
     )
 
 
+def ungated_model() -> Any:
+    block = tiny_model().blocks[0].block
+    return tiny_model(
+        blocks=(Blocks(repeat=2, block=replace(block, feed_forward=Mlp(hidden_dim=48, activation="relu2"))),)
+    )
+
+
+def everywhere(plan: Plan) -> Plan:
+    """`plan` with the policy of its blocks on all modules."""
+    return replace(plan, layers=tuple(replace(layer, checkpoint=plan.layers[1].checkpoint) for layer in plan.layers))
+
+
+def in_pipeline(plan: Plan) -> Plan:
+    """`plan` as a 1F1B pipeline of microbatches of one sequence, its layers spread evenly."""
+    pp, layers = plan.mesh.pp, plan.layers
+    local = plan.batch.global_batch_size // plan.mesh.dp
+    stages = even_split(plan.model, pp, 1, 1)
+    return replace(
+        plan,
+        batch=replace(plan.batch, local_batch_size=local, microbatch_size=1, accumulation_steps=1),
+        pipeline=Pipeline(schedule="1F1B", stages=place_stages("1F1B", pp, pp), microbatches=local, actions=None),
+        layers=tuple(replace(layer, stage=stage) for layer, stage in zip(layers, stages, strict=True)),
+    )
+
+
+DEEP_TIED = tiny_model(tied=True, blocks=(replace(tiny_model().blocks[0], repeat=4),))
 TIED = tiny_model(tied=True)
 SEPARATE = (
     FsdpUnit(modules=("layers.*.attention",), reshard_after_forward=True),
@@ -191,6 +219,8 @@ CASES: dict[str, Plan] = {
     "fsdp 2, Muon": tiny_plan(mesh(2), total=2, optimizer=replace(tiny_plan().optimizer, name="Muon")),
     "fsdp 2, gathered in Float8": half(in_float8(tiny_plan(mesh(2), total=4), False)),
     "fsdp 2, gathered in Float8, scales at once": half(in_float8(tiny_plan(mesh(2), total=4), True)),
+    "fsdp 2, without a gate": tiny_plan(mesh(2), total=2, model=ungated_model()),
+    "hsdp 2 x 2, Muon": tiny_plan(mesh(2, 2), total=4, optimizer=replace(tiny_plan().optimizer, name="Muon")),
     "fsdp 4, resharded to 2": with_units(tiny_plan(mesh(4), total=8), *units(tiny_model(), 2)),
     "fsdp 4, padded": tiny_plan(mesh(4), total=4, model=odd_model()),
     # HSDP, DDP
@@ -222,6 +252,15 @@ CASES: dict[str, Plan] = {
         tensor(mesh(tp=2), sequence=True, loss=False), loss=replace(tiny_plan().loss, chunks=4)
     ),
     "tp 2, tied": tensor(mesh(tp=2), sequence=True, loss=True, model=TIED),
+    "tp 2, without a gate": tensor(mesh(tp=2), sequence=True, loss=True, model=ungated_model()),
+    "tp 2, chunks of unequal length": replace(
+        tensor(mesh(tp=2), sequence=True, loss=True), loss=replace(tiny_plan().loss, chunks=3)
+    ),
+    "tp 2, Muon": tensor(mesh(tp=2), sequence=True, loss=True, optimizer=replace(tiny_plan().optimizer, name="Muon")),
+    "fsdp 2 x tp 2, Muon": tensor(
+        mesh(2, tp=2), sequence=True, loss=True, optimizer=replace(tiny_plan().optimizer, name="Muon")
+    ),
+    "tp 2, everything checkpointed": everywhere(checkpointed(tensor(mesh(tp=2), sequence=True, loss=False), FULL)),
     "tp 4, two KV heads": tensor(mesh(tp=4), sequence=True, loss=True, kv_replicas=2),
     "fsdp 2 x tp 2": checkpointed(half(tensor(mesh(2, tp=2), sequence=True, loss=True)), FULL),
     "hsdp 1 x 2, tp 2": tensor(mesh(1, 2, tp=2), sequence=True, loss=True),
@@ -234,6 +273,11 @@ CASES: dict[str, Plan] = {
     "cp 2 alltoall, selective": checkpointed(context("alltoall", mesh(cp=2)), SELECTIVE),
     "cp 2 allgather, selective": checkpointed(context("allgather", mesh(cp=2)), SELECTIVE),
     "cp 4 ring": context("ring", mesh(cp=4)),
+    "cp 2 x tp 2 ring": tensor(
+        mesh(cp=2, tp=2), sequence=True, loss=True,
+        context_parallel=ContextParallel(method="ring", load_balance="headtail"),
+    ),
+    "cp 2 x tp 2 allgather, full": checkpointed(tensor(mesh(cp=2, tp=2), sequence=True, loss=True), FULL),
     "cp 2 x fsdp 2 allgather": half(context("allgather", mesh(2, cp=2))),
     # experts
     "experts, fsdp 2": routed(mesh(2)),
@@ -247,6 +291,8 @@ CASES: dict[str, Plan] = {
     "tp 2, experts whole": routed(mesh(tp=2)),
     "tp 2, ep 2": routed(mesh(tp=2, ep=2)),
     "tp 2, etp 2": routed(mesh(tp=2, etp=2)),
+    "hsdp 2 x 2, ep 2": routed(mesh(2, 2, ep=2)),
+    "fsdp 2 x tp 2, experts whole": routed(mesh(2, tp=2)),
     "fsdp 4, ep 2": half(routed(mesh(4, ep=2))),
     "fsdp 2 x tp 2, ep 2, etp 2": checkpointed(routed(mesh(2, tp=2, ep=2, etp=2)), FULL),
     "fsdp 2 x tp 2, ep 4": routed(mesh(2, tp=2, ep=4)),
@@ -255,7 +301,20 @@ CASES: dict[str, Plan] = {
     "pp 2 1F1B": half(pipelined("1F1B", mesh(pp=2))),
     "pp 2 1F1B, accumulation 2, tied": pipelined(
         "1F1B", mesh(pp=2), accumulation=2,
-        model=tiny_model(tied=True, blocks=(replace(tiny_model().blocks[0], repeat=4),)),
+        model=DEEP_TIED,
+    ),
+    "pp 2 x tp 2 1F1B, full": checkpointed(in_pipeline(tensor(mesh(pp=2, tp=2), sequence=True, loss=True)), FULL),
+    "pp 2 x tp 2 1F1B, neither": in_pipeline(tensor(mesh(pp=2, tp=2), sequence=False, loss=False)),
+    "pp 2 x fsdp 2, ep 2": in_pipeline(routed(mesh(2, pp=2, ep=2))),
+    "pp 2 x fsdp 2 1F1B, tied": pipelined("1F1B", mesh(2, pp=2), model=DEEP_TIED),
+    "pp 2 x ddp 2": replicated(pipelined("1F1B", mesh(1, 2, pp=2))),
+    "pp 2 x hsdp 1 x 2": pipelined("1F1B", mesh(1, 2, pp=2)),
+    "pp 2 by hand": replace(
+        pipelined("1F1B", mesh(pp=2)),
+        pipeline=replace(
+            pipelined("1F1B", mesh(pp=2)).pipeline,
+            actions=("0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"),
+        ),
     ),
     "pp 2 x fsdp 2 GPipe, freed": pipelined("GPipe", mesh(2, pp=2), reshard=True),
     "pp 2 x fsdp 2 1F1B": pipelined("1F1B", mesh(2, pp=2), accumulation=2),
@@ -267,6 +326,15 @@ CASES: dict[str, Plan] = {
     "pp 2 x fsdp 2 InterleavedZeroBubble": pipelined("InterleavedZeroBubble", mesh(2, pp=2)),
     "pp 2 x fsdp 2 DualPipeV": pipelined("DualPipeV", mesh(2, pp=2)),
 }  # fmt: skip
+
+
+# Routed as a fresh router does: what a rank sends depends on its tokens.
+UNEVEN: dict[str, Plan] = {
+    "ep 2, as routed": replace(
+        routed(mesh(2, ep=2)),
+        expert_parallel=ExpertParallel(comm_backend="standard", capacity_factor=None, force_load_balance=False),
+    )
+}
 
 
 # ------------------------------------------------------------------ what was counted
@@ -340,7 +408,7 @@ def _record(rank: Rank, plan: Plan) -> tuple[list[Event], dict[str, tuple[int, i
 @functools.cache
 def launch(world_size: int) -> list[dict[str, tuple[list[Event], dict[str, tuple[int, int]]]]]:
     """All cases of `world_size` ranks in one launch; rank -> case -> what was recorded."""
-    plans = {name: plan for name, plan in CASES.items() if plan.mesh.world_size == world_size}
+    plans = {name: plan for name, plan in {**CASES, **UNEVEN}.items() if plan.mesh.world_size == world_size}
     return run_ranks(recorded, world_size, plans, timeout=600.0)
 
 
@@ -357,3 +425,90 @@ def test_the_counted_collectives_are_those_issued(name: str) -> None:
         assert issued == counted, (
             f"rank {rank}:\nissued, not counted: {dict(issued - counted)}\ncounted, not issued: {dict(counted - issued)}"
         )
+
+
+def test_uneven_experts_send_as_many_bytes_in_all() -> None:
+    """Every choice of a token travels once there and once back, whoever has it: only the share of each rank differs."""
+    name, plan = next(iter(UNEVEN.items()))
+    issued: Counter[tuple[str, bool]] = Counter()
+    counted: Counter[tuple[str, bool]] = Counter()
+    shares: set[int] = set()
+    for rank, results in enumerate(launch(plan.mesh.world_size)):
+        events, unseen = results[name]
+        assert not unseen
+        shares |= {event.nbytes for event in events if event.kind == "all_to_all" and event.dtype == "float32"}
+        for event in events:
+            issued[(event.kind, event.backward)] += event.nbytes
+        for (kind, _, nbytes, _, backward), count in expected(plan, rank).items():
+            counted[(kind, backward)] += count * nbytes
+    assert issued == counted
+    assert len(shares) > 1, "the loads are even, so this says nothing"
+
+
+# ------------------------------------------------------------------ other programs, and what the numbers mean
+
+
+def totals(found: tuple[Collective, ...]) -> Counter[tuple[str, str, str]]:
+    """Bytes by kind, axis and phase."""
+    total: Counter[tuple[str, str, str]] = Counter()
+    for one in found:
+        total[(one.kind, one.axis, one.phase)] += one.count * one.nbytes
+    return total
+
+
+def billions(accumulation: int = 4) -> Plan:
+    """Llama 3 8B on eight ranks of FSDP2, weights gathered in bfloat16, gradients reduced in float32."""
+    return half(tiny_plan(mesh(8), model=FLAVORS["8B"], total=8 * accumulation))
+
+
+NUM_8B = 8_030_261_248
+
+
+def test_fsdp_gathers_twice_and_reduces_once_a_microbatch() -> None:
+    found = totals(collectives(billions()))
+    head = 128_256 * 4096 + 4096  # kept from forward to backward
+    assert found["all_gather", "fsdp", "forward"] == 4 * 2 * NUM_8B
+    assert found["all_gather", "fsdp", "backward"] == 4 * 2 * (NUM_8B - head)
+    assert found["reduce_scatter", "fsdp", "backward"] == 4 * 4 * NUM_8B
+
+
+def test_a_sharded_optimizer_reduces_and_gathers_once_a_step() -> None:
+    """Megatron-LM's distributed optimizer: gradients in float32 and weights in bfloat16, whatever the accumulation."""
+    for accumulation in (1, 4):
+        found = totals(collectives(billions(accumulation), MEGATRON))
+        assert found["reduce_scatter", "fsdp", "backward"] == 4 * NUM_8B
+        assert found["all_gather", "fsdp", "forward"] == 2 * NUM_8B
+        assert found["all_gather", "fsdp", "backward"] == 0
+
+
+def test_sharded_gradients_are_reduced_with_every_microbatch() -> None:
+    found = totals(collectives(billions(), replace(MEGATRON, data_policy="zero2")))
+    assert found["reduce_scatter", "fsdp", "backward"] == 4 * 4 * NUM_8B
+    assert found["all_gather", "fsdp", "forward"] == 2 * NUM_8B
+
+
+def test_replicas_reduce_over_all_data_ranks() -> None:
+    plan = replace(billions(), mesh=mesh(4, 2))
+    found = collectives(plan, replace(MEGATRON, data_policy="ddp"))
+    assert totals(found)["all_reduce", "data", "backward"] == 4 * NUM_8B
+    assert {one.ranks for one in found if one.phase == "backward"} == {8}
+    assert not any(one.kind in ("all_gather", "reduce_scatter") for one in found)
+
+
+def test_the_first_gather_and_the_last_reduction_have_nothing_to_hide_behind() -> None:
+    found = [one for one in collectives(billions()) if one.axis == "fsdp" and one.kind != "all_reduce"]
+    exposed = {(one.kind, one.phase, one.module): one.exposed for one in found if one.exposed}
+    assert exposed == {
+        ("all_gather", "forward", "tok_embeddings"): 4,
+        ("reduce_scatter", "backward", "tok_embeddings"): 4,
+    }
+    exposed_without = {one.exposed for one in collectives(billions(), replace(MEGATRON, overlap_gradients=False))
+                       if one.kind == "reduce_scatter" and one.modules == 32}  # fmt: skip
+    assert exposed_without == {32}
+
+
+def test_what_a_rank_sends_is_the_rings_share() -> None:
+    one = next(one for one in collectives(billions()) if one.kind == "all_gather")
+    assert one.sent_bytes == one.nbytes * 7 / 8
+    assert replace(one, kind="all_reduce").sent_bytes == one.nbytes * 14 / 8
+    assert replace(one, kind="send").sent_bytes == one.nbytes

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import plans
 from tests.harness import Rank, RanksFailed, run_ranks
+from tests.parity.rows import SCHEDULES, pipeline
+from tests.parity.runner import compile_row
 from tests.runtime.test_parity import checkpointed
 from titan_planner.ir.inventory import module_names
 from titan_planner.ir.parallel import FsdpUnit
@@ -179,27 +181,61 @@ def test_a_compiler_that_torch_lacks_is_named() -> None:
 # ------------------------------------------------------------------ the head
 
 
+class LargestLogits(TorchDispatchMode):
+    """Elements of the largest tensor that has a column for every token of the vocabulary."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.shape[-1:] == (plans.VOCAB,) and func not in OF_WEIGHTS:
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+OF_WEIGHTS = {torch.ops.aten.view.default, torch.ops.aten.t.default}
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_chunks_keep_the_logits_small(chunks: int) -> None:
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor) and made.shape[-1:] == (plans.VOCAB,) and func is not VIEW:
-                self.numel = max(self.numel, made.numel())
-            return made
-
     plan = plans.tiny_plan()
     module = build(plan.model, seq_len=32).to_empty(device="cpu")
     initialise(module, plan.model, seed=0)
     tokens = torch.zeros(8, 32, dtype=torch.int64)  # enough that a part is larger than the weight
-    with Largest() as largest:
+    with LargestLogits() as largest:
         module(tokens, tokens, cross_entropy_sum, chunks).backward()
     assert largest.numel == 8 * 32 * plans.VOCAB // chunks
 
 
-VIEW = torch.ops.aten.view.default
+def largest_logits(rank: Rank, made: list[Plan]) -> list[tuple[int, int]]:
+    """For each plan the elements of the largest logits on this rank: in a step, and in an evaluation."""
+    from titan_runtime.apply import build_model
+    from titan_runtime.mesh import build_mesh
+    from titan_runtime.optimizer import build_optimizer
+    from titan_runtime.step import batch_loss, train_step
+
+    device, found = torch.device("cpu"), []
+    for plan in made:
+        module = build_model(plan, build_mesh(plan.mesh, "cpu"), device)
+        optimizer = build_optimizer(module, plan.optimizer)
+        tokens = torch.arange(plan.batch.local_batch_size * 32).view(-1, 32)
+        with LargestLogits() as step:
+            train_step(plan, module, optimizer, cross_entropy_sum, [(tokens, tokens)], 1, 0, device)
+        with LargestLogits() as evaluation, torch.no_grad():
+            batch_loss(plan, module, cross_entropy_sum, tokens, tokens)
+        found.append((step.numel, evaluation.numel))
+    return found
+
+
+def test_chunks_keep_the_logits_of_a_pipeline_small() -> None:
+    microbatch = 32 * plans.VOCAB
+    for chunks in (1, 4):
+        rows = [pipeline(name, 2, name, sections={"loss": {"chunks": chunks}}) for name in SCHEDULES]
+        made = [compile_row(row) for row in rows]
+        assert {plan.batch.microbatch_size for plan in made} == {1}
+        for plan, *sizes in zip(made, *run_ranks(largest_logits, 2, made), strict=True):
+            of_last_stage = sizes[plan.pipeline.stages[-1].pp_rank]
+            assert of_last_stage == (microbatch // chunks, microbatch // chunks), (plan.pipeline.schedule, chunks)
 
 
 def test_a_split_backward_keeps_one_number_of_the_loss_and_computes_each_half_once() -> None:

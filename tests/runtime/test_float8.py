@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from tests import plans
 from tests.harness import Rank, run_ranks
@@ -17,9 +17,16 @@ from tests.parity.runner import compile_row
 from tests.runtime.test_parity import parity_plan, run
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import linear_modules, parameters
+from titan_planner.ir.parallel import Mesh
 from titan_planner.ir.plan import Plan
 from titan_runtime.apply import float8 as subject
-from titan_runtime.apply.float8 import apply_float8, converted_linears, float8_problems, require_equal
+from titan_runtime.apply.float8 import (
+    apply_float8,
+    converted_experts,
+    converted_linears,
+    float8_problems,
+    require_equal,
+)
 from titan_runtime.errors import RunError
 from titan_runtime.init import initialise
 from titan_runtime.modules import build
@@ -211,17 +218,64 @@ def test_mxfp8_rounds_blocks_of_32_to_powers_of_two() -> None:
     assert converted_linears(module) == names
     x = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     module.to(torch.bfloat16)
-
-    def rounded(t: Tensor) -> Tensor:
-        blocks = t.float().unflatten(-1, (-1, 32))
-        scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448.0)))
-        return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-
     for part in (module.layers["0"].feed_forward.w1, module.output):
         out = part(x)
-        torch.testing.assert_close(out.float(), linear(rounded(x), rounded(part.weight.detach())), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            out.float(), linear(in_mxfp8(x), in_mxfp8(part.weight.detach())), rtol=1e-2, atol=1e-2
+        )
         out.sum().backward()
         assert part.weight.grad.shape == part.weight.shape
+
+
+def in_mxfp8(t: Tensor) -> Tensor:
+    """`t` as MXFP8 holds it along its last dim."""
+    blocks = t.detach().float().unflatten(-1, (-1, 32))
+    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448.0)))
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
+def with_mxfp8_experts(grid: Mesh | None = None) -> Plan:
+    """A small mixture whose experts multiply in (emulated) MXFP8, in one of its two layers."""
+    model = plans.tiny_moe_model(hidden_dim=64, num_experts=4)
+    plan = parity_plan(grid, model=model, local=2)
+    float8 = replace(plan.float8, recipe="mxfp8", experts=("layers.1.moe.experts",), emulate=True)
+    return replace(plan, fsdp=replace(plan.fsdp, param_dtype="bfloat16"), float8=float8)
+
+
+def test_the_planned_experts_multiply_in_mxfp8_and_no_others() -> None:
+    plan = with_mxfp8_experts()
+    module = build(plan.model, seq_len=32).to_empty(device="cpu")
+    initialise(module, plan.model, seed=0)
+    apply_float8(module, plan)
+    assert converted_experts(module) == {"layers.1.moe.experts"}
+    assert converted_linears(module) == frozenset()
+    module.to(torch.bfloat16)
+    experts = module.get_submodule("layers.1.moe.experts")
+    counts = [5, 40, 0, 10]  # no multiples of 32, and one expert that nobody chose
+    x = torch.randn(sum(counts), 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    out = experts(x, torch.tensor(counts))
+    out.sum().backward()
+    rows = x.split(counts)
+    for number, (part, done) in enumerate(zip(rows, out.split(counts), strict=True)):
+        w1, w2, w3 = (in_mxfp8(getattr(experts, name)[number]) for name in ("w1", "w2", "w3"))
+        hidden = silu(linear(in_mxfp8(part), w1).bfloat16()) * linear(in_mxfp8(part), w3).bfloat16()
+        expected = linear(in_mxfp8(hidden), w2)
+        torch.testing.assert_close(done.float(), expected, rtol=2e-2, atol=2e-2 * out.abs().max().item())
+    assert all(weight.grad[2].count_nonzero() == 0 for weight in experts.parameters())
+    assert all(weight.grad[1].count_nonzero() > 0 for weight in experts.parameters())
+    assert x.grad.shape == x.shape
+
+
+def test_experts_in_mxfp8_train_alike_where_they_are_spread() -> None:
+    plain = replace(with_mxfp8_experts(), float8=parity_plan().float8)
+    exact, one, two = (
+        run_ranks(run, plan.mesh.world_size, plan, False, timeout=180.0)[0].losses
+        for plan in (plain, with_mxfp8_experts(), with_mxfp8_experts(plans.mesh(2, ep=2)))
+    )
+    assert one == pytest.approx(exact, rel=2e-2)
+    assert one[0] != pytest.approx(exact[0], rel=1e-6)
+    # The same numbers, but for which rows share a block in backward.
+    assert two == pytest.approx(one, rel=1e-2)
 
 
 def test_mxfp8_trains_like_float32_on_exactly_the_planned_linears() -> None:

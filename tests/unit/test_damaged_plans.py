@@ -248,6 +248,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("capacity", TINY_PLAN, edit("expert_parallel.capacity_factor", 1.0), "model has no experts", "ep-options"),
     ("forced balance", TINY_PLAN, edit("expert_parallel.force_load_balance", True), "model has no experts", "ep-options"),
     ("float8 hardware", PIPELINE_PLAN, edit("cluster.gpu.float8", False), "has no Float8", "float8-hardware"),
+    (
+        "float8 experts of a dense model",
+        TINY_PLAN,
+        lambda d: d["float8"].update(recipe="mxfp8", emulate=True, experts=["layers.*.moe.experts"]),
+        "matches no experts",
+        "float8-experts",
+    ),
     ("mxfp8 hardware", PIPELINE_PLAN, edit("float8.recipe", "mxfp8"), "has no MXFP8", "float8-hardware"),
     ("float8 dims", PIPELINE_PLAN, edit("model.dim", 4088), "but Float8 needs multiples of 16", "float8-linears"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -295,6 +296,52 @@ def test_float8_leaves_routers_and_experts_alone_and_says_why() -> None:
     assert reasons["layers.1-5.moe.router.gate"] == "routers compute in float32"
     said = {remark.address: remark.message for remark in plan.remarks if remark.by == "filter_float8"}
     assert said["layers.1-5.moe.experts"] == "no Float8: experts are grouped products over stacked weights, not linears"
+
+
+MXFP8 = MOE.replace("global_batch_size: 8", "global_batch_size: 8, mixed_precision_param: bfloat16")
+
+
+def test_experts_are_converted_where_the_spec_names_them() -> None:
+    plan = compile_text(MXFP8 + "float8: {recipe: mxfp8, emulate: true, grouped_mm_fqns: [layers.2., layers.5.]}\n")
+    assert plan.float8.experts == ("layers.2.moe.experts", "layers.5.moe.experts")
+    assert verify(plan) == ()
+    kept = [r.address for r in plan.remarks if r.kind == "missed" and "grouped_mm_fqns does not name" in r.message]
+    assert kept == ["layers.1.moe.experts", "layers.3-4.moe.experts"]
+    assert "experts of 2 layers" in show(plan, 160)
+    wide = compile_text(MOE + "float8: {recipe: mxfp8, emulate: true, grouped_mm_fqns: [experts]}\n")
+    assert wide.float8.experts == ()
+    assert any("in float32" in r.message for r in wide.remarks if r.address == "layers.1-5.moe.experts")
+
+
+@pytest.mark.parametrize(
+    ("section", "address", "fragment"),
+    [
+        ("recipe: tensorwise, grouped_mm_fqns: [experts]", "float8.grouped_mm_fqns", "in the recipe mxfp8 only"),
+        ("recipe: mxfp8, grouped_mm_fqns: [exprts]", "float8.grouped_mm_fqns[0]", "`exprts` matches no experts"),
+    ],
+)
+def test_experts_that_cannot_be_converted_are_refused(section: str, address: str, fragment: str) -> None:
+    with pytest.raises(SpecError, match=fragment) as caught:
+        compile_text(MXFP8 + f"float8: {{{section}, emulate: true}}\n")
+    assert caught.value.complaints[0].address == address
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"recipe": "rowwise"}, "in the recipe mxfp8 only, not rowwise"),
+        ({"experts": ("layers.0.moe.experts",)}, "matches no experts"),
+        ({}, "grouped products take bfloat16"),
+    ],
+)
+def test_plans_whose_experts_cannot_be_converted_are_refused(changes: dict[str, Any], fragment: str) -> None:
+    float8 = replace(
+        PLAN.float8, **{"recipe": "mxfp8", "emulate": True, "experts": ("layers.1.moe.experts",), **changes}
+    )
+    assert PLAN.fsdp.param_dtype == "float32"
+    found = [c for c in verify(replace(PLAN, float8=float8)) if c.rule == "float8-experts"]
+    assert len(found) == 1
+    assert re.search(fragment, found[0].message)
 
 
 def test_show_tells_how_experts_are_cut() -> None:

@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from tests.plans import mesh, tiny_plan
+from titan_planner.cost.collectives import Axis, axis_ranks, axis_stride, collectives
 from titan_planner.cost.network import (
     DEFAULT_NETWORK,
     Group,
     Network,
+    axis_group,
     collective_seconds,
     place,
     ring_bytes_per_s,
+    seconds,
 )
 from titan_planner.hardware import find_gpu, find_link, find_node
 from titan_planner.ir.cluster import Cluster
+from titan_planner.sharding import tensor_parallel_rows
 
 GB = 1e9
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "send", "recv")
@@ -91,6 +96,48 @@ def test_the_worst_of_all_groups_is_meant() -> None:
             spans.append((len(held), min(held.values())))
         group = place(here, ranks, stride)
         assert (group.nodes, group.per_node) == max(spans, key=lambda span: (span[0], -span[1]))
+
+
+AXES: dict[Axis, tuple[str, ...]] = {
+    "pp": ("pp",),
+    "dp_replicate": ("dp_replicate",),
+    "fsdp": ("dp_shard", "cp"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "data": ("dp_replicate", "dp_shard", "cp"),
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_ranks_of_an_axis_are_a_progression(axis: Axis) -> None:
+    """Against the mesh's own coordinates."""
+    plan = tiny_plan(mesh(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=4), total=6)
+    size, stride = axis_ranks(plan, axis), axis_stride(plan, axis)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(plan.mesh.world_size):
+        at = plan.mesh.coordinates(rank)
+        groups.setdefault(tuple(place for name, place in at.items() if name not in AXES[axis]), []).append(rank)
+    assert all(group == list(range(group[0], group[0] + size * stride, stride)) for group in groups.values())
+
+
+def test_a_pipeline_transfer_is_priced_by_its_worst_pair() -> None:
+    """Four pipeline ranks over two nodes: between the second and the third lies the network."""
+    plan = replace(tiny_plan(mesh(pp=4, tp=4), total=4), cluster=replace(H100, nodes=2))
+    group = axis_group(plan, "pp")
+    assert (group.ranks, group.nodes, group.per_node) == (4, 2, 2)
+    assert collective_seconds("send", 10**9, group) == pytest.approx(1 / (50 * 0.9), rel=0.01)
+
+
+def test_a_record_costs_what_its_axis_has() -> None:
+    """tp 8 fills nodes, so that fsdp's eight groups a node have a port each, and tp's only group NVLink."""
+    plan = tiny_plan(mesh(dp_shard=8, tp=8), total=8)
+    plan = replace(
+        plan, cluster=replace(H100, nodes=8), sharding=tensor_parallel_rows(plan.model, sequence_parallel=True, loss_parallel=True),
+    )  # fmt: skip
+    found = {(one.axis, one.kind): one for one in collectives(plan)}
+    for key, group in ((("fsdp", "all_gather"), place(H100, 8, 8)), (("tp", "all_gather"), place(H100, 8, 1))):
+        one = found[key]
+        assert seconds(plan, one) == collective_seconds(one.kind, one.nbytes, group)
 
 
 def test_ports_add_up_over_a_nodes_ranks_and_are_shared_by_a_nodes_groups() -> None:

@@ -10,8 +10,9 @@ runtime issues. Every record is seen from one rank of a pipeline rank's group; c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Literal, TypeAlias, assert_never
 
@@ -30,7 +31,7 @@ from titan_planner.ir.model import Block, Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding
 from titan_planner.ir.plan import Layer, Plan
 from titan_planner.schedules import Work, order_of, work_of
-from titan_planner.sharding import TP_AXES
+from titan_planner.sharding import TP_AXES, tp_dim
 
 Axis: TypeAlias = Literal[
     "fsdp", "efsdp", "dp_replicate", "data", "tp", "kv_replica", "kv_shard", "cp", "ep", "etp", "pp", "tied"
@@ -82,6 +83,9 @@ class Collective:
     stage: int
     """Pipeline stage, 0 without a pipeline."""
     pp_rank: int
+    copies: int = 1
+    """Of an expert exchange: copies of each token among the bytes, of which a dispatcher (DeepEP, HybridEP) sends only one to
+    each rank and over the network only one to each node. 1: all that is counted is sent."""
 
     @property
     def sent_bytes(self) -> float:
@@ -111,16 +115,56 @@ def collectives(plan: Plan, program: Program = TITAN) -> tuple[Collective, ...]:
     the policy `memory_budget` is the compiler's, which is taken to keep what was communicated. Of a program's data
     policies zero1 and zero2 take a unit's gradients or weights in one message each.
     """
-    found: list[Collective] = []
-    step = _Step(plan, program)
-    for part in _parts(plan.model, plan.layers):
-        found += _module_collectives(step, part)
+    stages = tuple(layer.stage for layer in plan.layers)
+    sizes = (plan.model, plan.mesh, plan.batch, plan.pipeline, plan.fsdp, plan.dtype, program)
+    tensor, float8 = plan.tensor_parallel, plan.float8
+    data = _Question((*sizes, stages, tensor.kv_replicas, float8), plan, program)
+    inner = (
+        plan.layers,
+        plan.activation_checkpoint,
+        tensor,
+        plan.sharding,
+        plan.context_parallel,
+        plan.expert_parallel,
+    )
+    modules = _Question((*sizes, *inner, plan.loss), plan, program)
+    once = _Question((*sizes, stages, tensor, float8, plan.optimizer.name), plan, program)
+    found = (*_between_modules(modules), *_of_units(data), *_around_the_update(once))
+    return tuple(sorted(found, key=lambda one: one.pp_rank))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A plan as one count depends on it: equal to another plan when all parts in `of` are, so that answers can be kept."""
+
+    of: tuple[object, ...]
+    plan: Plan = field(compare=False)
+    program: Program = field(compare=False)
+
+
+@lru_cache(maxsize=512)
+def _between_modules(asked: _Question) -> tuple[Collective, ...]:
+    step = _Step(asked.plan, asked.program)
+    parts = _parts(asked.plan.model, asked.plan.layers)
+    return _sent([*_transfers(step), *(one for part in parts for one in _module_collectives(step, part))])
+
+
+@lru_cache(maxsize=512)
+def _of_units(asked: _Question) -> tuple[Collective, ...]:
+    plan = asked.plan
+    step = _Step(plan, asked.program)
     in_float8 = plan.float8.converted if plan.float8.enable_fsdp_float8_all_gather else ()
-    for unit in _stage_units(plan.model, _units_of(plan), plan.layers, in_float8):
-        found += _unit_collectives(step, unit)
-    found += _transfers(step)
-    found += _once_a_step(step)
-    return tuple(sorted((one for one in found if one.ranks > 1 and one.count > 0), key=lambda one: one.pp_rank))
+    units = _stage_units(plan.model, _units_of(plan), plan.layers, in_float8)
+    return _sent(one for unit in units for one in _unit_collectives(step, unit))
+
+
+@lru_cache(maxsize=512)
+def _around_the_update(asked: _Question) -> tuple[Collective, ...]:
+    return _sent(_once_a_step(_Step(asked.plan, asked.program)))
+
+
+def _sent(found: Iterable[Collective]) -> tuple[Collective, ...]:
+    return tuple(one for one in found if one.ranks > 1 and one.count > 0)
 
 
 # ------------------------------------------------------------------ what all counts share
@@ -160,6 +204,7 @@ class _Step:
         overlaps: Overlap | None = None,
         exposed: int = 0,
         pp_rank: int | None = None,
+        copies: int = 1,
     ) -> Collective:
         """`count` is for all modules; without it, each has one in every run."""
         total = self.runs * modules if count is None else count
@@ -177,6 +222,7 @@ class _Step:
             exposed=total if overlaps is None else exposed,
             stage=stage,
             pp_rank=self.rank_of[stage] if pp_rank is None else pp_rank,
+            copies=copies,
         )
 
 
@@ -554,6 +600,7 @@ class _Move:
     times: int = 1
     overlaps: Overlap | None = None
     tail: bool = False  # nothing after it in its module is kept for backward
+    copies: int = 1
 
 
 _OPS: dict[str, str] = {
@@ -585,6 +632,7 @@ def _module_collectives(step: _Step, part: _Part) -> Iterator[Collective]:
             yield step.record(
                 move.axis, move.kind, move.nbytes, dtype=move.dtype, phase=phase, stage=part.stage, module=part.fqn,
                 modules=part.modules, count=step.runs * part.modules * move.times, overlaps=move.overlaps,
+                copies=move.copies,
             )  # fmt: skip
 
 
@@ -800,7 +848,9 @@ def _experts(step: _Step, moe: Moe, forward: list[_Move], backward: list[_Move])
     Between the ranks of etp nothing moves: they have the same tokens, and what each adds is summed on leaving the layer.
     """
     rows = expert_rows_sent(step.plan, moe, step.tokens)
-    exchange = _Move("ep", "all_to_all", rows * step.plan.model.dim * step.width, step.dtype)
+    once = step.plan.expert_parallel.comm_backend != "standard"
+    nbytes = rows * step.plan.model.dim * step.width
+    exchange = _Move("ep", "all_to_all", nbytes, step.dtype, copies=moe.top_k if once else 1)
     forward.append(_Move("ep", "all_to_all", moe.num_experts * BYTES["int64"], "int64"))
     forward += [exchange, exchange]
     backward += [exchange, exchange]
@@ -914,19 +964,34 @@ def _norm_axes(plan: Plan, sharded: bool) -> list[Axis]:
 
 
 def _muon(step: _Step, stages: list[int], shards: int) -> Iterator[Collective]:
-    """Newton-Schulz needs whole matrices: each rank gathers every momentum, in float32."""
+    """Newton-Schulz needs whole matrices: each rank gathers every momentum in float32, axis by axis.
+
+    A matrix of which tp has rows is put together over fsdp first, one of which it has columns over tp first, as DTensor
+    goes from the inner cut to the outer.
+    """
     plan = step.plan
     stage_of = {layer.fqn: layer.stage for layer in plan.layers}
     chosen = muon_parameters(plan.model)
-    counts: dict[tuple[int, int], int] = {}
+    replicas = plan.tensor_parallel.kv_replicas
+    counts: Counter[tuple[Axis, int, int]] = Counter()
     for parameter in parameters(plan.model):
-        if parameter.fqn in chosen and stage_of[_top(parameter.fqn)] in stages:
-            rows = -(-parameter.shape[0] // shards) * shards
-            key = (rows * parameter.shape[1], stage_of[_top(parameter.fqn)])
-            counts[key] = counts.get(key, 0) + 1
-    if shards > 1:
-        for (numel, stage), count in counts.items():
-            yield step.record(
-                "fsdp", "all_gather", numel * 4, dtype="float32", count=count, phase="step", stage=stage,
-                module="optimizer",
-            )  # fmt: skip
+        stage = stage_of[_top(parameter.fqn)]
+        if parameter.fqn not in chosen or stage not in stages:
+            continue
+        rows, columns = parameter.shape
+        dim = tp_dim(parameter)
+        kv = dim is not None and parameter.axes[dim] == "kv_heads" and replicas > 1
+        over: Axis = "kv_shard" if kv else "tp"
+        parts = axis_ranks(plan, over) if dim is not None else 1
+        if dim == 1:
+            counts["tp", -(-rows // shards) * columns, stage] += 1
+            counts["fsdp", -(-rows // shards) * shards * columns, stage] += 1
+        else:
+            counts["fsdp", -(-rows // parts // shards) * shards * columns, stage] += 1
+            if dim == 0:
+                counts[over, rows * columns, stage] += 1
+    for (axis, numel, stage), count in counts.items():
+        yield step.record(
+            axis, "all_gather", numel * 4, dtype="float32", count=count, phase="step", stage=stage, module="optimizer",
+            ranks=shards if axis == "fsdp" else None,
+        )  # fmt: skip

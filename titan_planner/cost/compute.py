@@ -16,6 +16,7 @@ from titan_planner.cost.ops import (
     Shape,
     block_ops,
 )
+from titan_planner.cost.program import Attention
 from titan_planner.cost.roofline import (
     MatmulSeconds,
     Precision,
@@ -102,6 +103,7 @@ class Kernels:
     gradient_bytes: int
     launches: bool  # the host launches every kernel: no CUDA graphs
     early_stop: bool  # recomputation ends with the last tensor that backward needs
+    attention: Attention
     recompute_elementwise: bool  # a selective policy computes memory-bound ops again
 
 
@@ -195,7 +197,7 @@ class _Clock:
                 parts[3] += took.forward_casts
                 self._launched += 1 + (3 if took.forward_casts else 0)
             case Mixing():
-                parts[1] += attention_seconds(op, kernels.gpu)[0]
+                parts[1] += attention_seconds(op, kernels.gpu, kernels.attention)[0]
                 self._launched += 1
             case Elementwise():
                 parts[2] += elementwise_seconds(op, kernels.gpu)[0]
@@ -212,7 +214,7 @@ class _Clock:
                 parts[3] += took.backward_casts
                 self._launched += 1 + (2 if took.backward_casts else 0)
             case Mixing():
-                parts[1] += attention_seconds(op, kernels.gpu)[1]
+                parts[1] += attention_seconds(op, kernels.gpu, kernels.attention)[1]
                 self._launched += 3
             case Elementwise():
                 parts[2] += elementwise_seconds(op, kernels.gpu)[1]

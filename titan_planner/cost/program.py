@@ -18,6 +18,12 @@ DataPolicy: TypeAlias = Literal["plan", "zero1", "zero2", "ddp"]
 and only the optimizer sharded (Megatron's distributed optimizer); gradients sharded too; nothing sharded."""
 
 
+Attention: TypeAlias = Literal["materialised", "first", "second", "third"]
+"""Generation of the attention kernel: scores in memory, as separate products and a softmax (Megatron-LM before 2023);
+FlashAttention and its Triton port (2205.14135); FlashAttention-2 (2307.08691), which torch's SDPA has; FlashAttention-3
+(2407.08608) and cuDNN's kernels for Hopper and later, which Transformer Engine calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Facts about the program that the plan itself does not hold. The default is this runtime."""
@@ -25,6 +31,8 @@ class Program:
     name: str = "titan"
     executable: bool = True  # whether this runtime can do it
     kernels: Kernels = "plan"
+    loss: Kernels = "plan"  # the same for the loss
+    attention: Attention = "second"
     data_policy: DataPolicy = "plan"
     weight_bytes: int | None = None  # bytes of a weight that the program holds through the step; None: the plan's dtype
     gradient_bytes: int | None = None  # bytes of a gradient held through the step; None: the plan's dtype
@@ -35,7 +43,10 @@ class Program:
     )
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
-    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls (async TP, user buffers)
+    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls though the plan does not ask for it
+    tensor_overlap: float = (
+        0.5  # of such a collective, what hides beside its matmul (torch's async TP: 0.36 to 0.57, see docs)
+    )
     graphs: bool = False  # CUDA graphs: no launch overhead
 
 
@@ -44,6 +55,8 @@ MEGATRON = Program(
     name="megatron",
     executable=False,
     kernels="fused",
+    loss="fused",
+    attention="third",
     recompute="all",
     data_policy="zero1",
     weight_bytes=2,
@@ -54,7 +67,7 @@ MEGATRON = Program(
 """Megatron-LM with its distributed optimizer: bf16 weights, fp32 gradients, fp32 main weights and moments over dp, i.e.
 6 + 12 / dp bytes a parameter (Megatron-LM docs, distributed optimizer)."""
 
-NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True)
+NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True, tensor_overlap=0.8)
 """NVIDIA's NeMo and Megatron-Bridge recipes for performance: Megatron-LM with tensor-parallel collectives through user
 buffers, which overlap with matmuls (NeMo performance guide, communication overlaps)."""
 
@@ -66,8 +79,14 @@ DEEPSPEED_ZERO1 = replace(MEGATRON, name="deepspeed-zero1", gradient_bytes=2)
 """Megatron-DeepSpeed with ZeRO-1 in fp16: weights and gradients of 2 bytes, main weights and moments sharded, i.e.
 4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, P_os)."""
 
-FUSED_FSDP = Program(name="fused-fsdp", executable=False, kernels="fused")
+FUSED_FSDP = Program(name="fused-fsdp", executable=False, kernels="fused", loss="fused", attention="third")
 """Fully sharded data parallelism under hand-written kernels: Megatron-FSDP, NeMo AutoModel with Transformer Engine."""
 
-XLA_FSDP = Program(name="xla-fsdp", executable=False, kernels="compiled", graphs=True)
+XLA_FSDP = Program(
+    name="xla-fsdp", executable=False, kernels="compiled", loss="compiled", attention="third", graphs=True
+)
 """MaxText and PaxML: weights fully sharded, and the whole step compiled to one program without launches from the host."""
+
+COMPOSER = Program(name="composer", executable=False, kernels="fused", loss="eager", attention="first")
+"""MosaicML's Composer with autocast on FSDP: library kernels for norms and activations, Triton's FlashAttention of 2023, an
+eager loss."""

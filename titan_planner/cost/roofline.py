@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from titan_planner.cost.ops import ELEMENT_BYTES, Elementwise, Matmul, Mixing
+from titan_planner.cost.program import Attention
 from titan_planner.ir.cluster import Gpu
 
 Precision: TypeAlias = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
@@ -123,15 +124,42 @@ def matmul_seconds(op: Matmul, precision: Precision, gpu: Gpu, fused_casts: bool
     )
 
 
-def attention_seconds(op: Mixing, gpu: Gpu) -> tuple[float, float]:
-    """(forward, backward): backward computes the scores again and has five products for two (FlashAttention-2, sec. 3.1)."""
+# What older and newer kernels reach over FlashAttention-2, (Ampere, Hopper and later), forward and backward. FlashAttention-2
+# paper, section 4: the first reaches 30 to 50 % of an A100's peak forward and 25 to 35 % backward, the second up to 73 %
+# and 63 %, and 37 % of an H100's forward. FlashAttention-3 paper, figures 5 and 6: up to 75 % of an H100 forward.
+_GENERATION: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "first": ((0.65, 0.60), (0.55, 0.50)),
+    "second": ((1.0, 1.0), (1.0, 1.0)),
+    "third": ((1.0, 1.0), (1.5, 1.4)),
+}
+
+_SCORE_BYTES = (14.0, 18.0)
+"""Bytes moved per score that is kept in memory, forward and backward: written by the first product, read and written by the
+scaled and masked softmax and by dropout with its mask, read by the second product (Korthikanti et al. 2022, section 4)."""
+
+
+@functools.lru_cache(maxsize=16384)
+def attention_seconds(op: Mixing, gpu: Gpu, generation: Attention = "second") -> tuple[float, float]:
+    """(forward, backward): backward computes the scores again and has five products for two (FlashAttention-2, sec. 3.1).
+
+    Scores that are kept in memory are computed for masked pairs too, and not again.
+    """
     fit = gpu.efficiency
     peak = gpu.bf16_tflops * 1e12
+    if generation == "materialised":
+        products = 2 * op.flops / (peak * fit.matmul * op.qk_dim / (op.qk_dim + _HALF_K))
+        scores = 2 * op.pairs * op.heads / memory_rate(gpu)
+        return products + _SCORE_BYTES[0] * scores, 2 * products + _SCORE_BYTES[1] * scores
+    factors = _GENERATION[generation][_hopper_or_later(gpu)]
     # Heads of 64 fill the tensor cores' pipeline half as long as those of 128 (FlashAttention-2, figures 4 to 6).
     narrow = min(1.0, 0.55 + 0.45 * op.qk_dim / 128)
-    forward = op.flops / (peak * fit.attention * narrow) + KERNEL_SECONDS
-    backward = 2.5 * op.flops / (peak * fit.attention_backward * narrow) + 3 * KERNEL_SECONDS
+    forward = op.flops / (peak * min(0.9, fit.attention * factors[0]) * narrow) + KERNEL_SECONDS
+    backward = 2.5 * op.flops / (peak * min(0.9, fit.attention_backward * factors[1]) * narrow) + 3 * KERNEL_SECONDS
     return forward, backward
+
+
+def _hopper_or_later(gpu: Gpu) -> bool:
+    return gpu.compute_capability is not None and int(gpu.compute_capability.split(".")[0]) >= 9
 
 
 def elementwise_seconds(op: Elementwise, gpu: Gpu) -> tuple[float, float]:

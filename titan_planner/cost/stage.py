@@ -61,14 +61,15 @@ def kernels_of(plan: Plan, program: Program = TITAN) -> Kernels:
         gradient_bytes=gradient,
         launches=not program.graphs,
         early_stop=program.recompute == "needed" and plan.activation_checkpoint.early_stop,
+        attention=program.attention,
         recompute_elementwise=program.recompute == "needed",
     )
 
 
 def loss_fusion(plan: Plan, program: Program = TITAN) -> Fusion:
     """Who fuses the loss."""
-    if program.kernels != "plan":
-        return program.kernels
+    if program.loss != "plan":
+        return program.loss
     return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"
 
 

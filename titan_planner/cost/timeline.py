@@ -106,13 +106,15 @@ def simulate(
     `hidden`: part of the shorter half of DualPipeV's pairs that disappears behind the longer one. At 0, as in torch 2.13,
     the halves run one after the other: forward starts when its input is there, backward when its gradient is, and the forward's
     result leaves with the backward's, at the end. Above 0 the halves start together, when both have what they need.
-    Raises `ValueError` for the wrong number of times, and for a shape that its schedule cannot run.
+    Raises `ValueError` for the wrong number of times, for another `hidden`, and for a shape that its schedule cannot run.
     """
     stages = work.pp * work.per_rank if isinstance(work, Shape) else len(work.placement)
     times = tuple(times)
     boundaries = (float(transfer_s),) * (stages - 1) if isinstance(transfer_s, int | float) else tuple(transfer_s)
     if len(times) != stages or len(boundaries) != stages - 1:
         raise ValueError(f"{len(times)} times and {len(boundaries)} transfers for {stages} stages")
+    if not 0.0 <= hidden <= 1.0:
+        raise ValueError(f"`hidden` is {hidden}, but it is a part: 0 to 1")
     together = hidden > 0.0
     if isinstance(work, Shape):
         steady = _steady(work, sends, together)
@@ -161,6 +163,7 @@ class _Program:
     counts: tuple[tuple[tuple[int, int], ...], ...]  # for each rank how often which primitive cost computes
     waits: tuple[tuple[tuple[int, int], ...], ...]  # for each rank how often which primitive cost is a send waited for
     nodes: tuple[tuple[int, ...], ...]  # for each rank the node of each action; 0 for W
+    held_up: tuple[tuple[int, ...], ...]  # for each rank the cost that follows each action before the rank computes on
 
     def costs(self, times: Sequence[StageTime], transfer_s: Sequence[float], hidden: float) -> list[float]:
         """Primitive costs (F, B, I, W of all stages; transfers forward, backward; zero; pairs), then their sums; seconds."""
@@ -173,7 +176,7 @@ class _Program:
         for forward, backward in self.pairs:
             one, other = times[forward].forward_s, times[backward].backward_s
             values.append(one + other - hidden * min(one, other))
-        values += [sum([values[i] for i in key]) for key in self.sums]
+        values += [sum([values[i] for i in key], 0.0) for key in self.sums]
         return values
 
     def starts(self, costs: Sequence[float]) -> list[float]:
@@ -195,7 +198,7 @@ class _Program:
 
 
 def _weighted(counts: Sequence[Sequence[tuple[int, int]]], costs: Sequence[float]) -> tuple[float, ...]:
-    return tuple(sum([costs[key] * count for key, count in row]) for row in counts)
+    return tuple(sum([costs[key] * count for key, count in row], 0.0) for row in counts)
 
 
 class _Build:
@@ -252,6 +255,7 @@ class _Build:
         counts: list[Counter[int]] = [Counter() for _ in range(ranks)]
         waits: list[Counter[int]] = [Counter() for _ in range(ranks)]
         nodes: list[list[int]] = [[] for _ in range(ranks)]
+        held_up = [[zero] * len(row) for row in order.ranks]
         previous, chain, source, arrival = [], [], [], []
         # What every result's arrival elsewhere is counted from: a node, and the cost from its start.
         ready: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -293,6 +297,7 @@ class _Build:
                 if sent != zero and self.waited(row, position):
                     pending[rank].append(sent)
                     waits[rank][sent] += 1
+            held_up[rank][position] = self.key(pending[rank][1:])
         ends = tuple((last[rank], self.key(pending[rank])) for rank in range(ranks))
         return _Program(
             order=order,
@@ -306,6 +311,7 @@ class _Build:
             counts=tuple(tuple(sorted(counter.items())) for counter in counts),
             waits=tuple(tuple(sorted(counter.items())) for counter in waits),
             nodes=tuple(map(tuple, nodes)),
+            held_up=tuple(map(tuple, held_up)),
         )
 
 
@@ -318,23 +324,23 @@ def _events(timeline: Timeline) -> tuple[Event, ...]:
     program = _program(timeline.work, timeline.sends, timeline.hidden > 0.0)
     costs = program.costs(timeline.times, timeline.transfer_s, timeline.hidden)
     starts = program.starts(costs)
+    stages = len(timeline.times)
+    first = {"F": 0, "B": stages, "I": 2 * stages, "W": 3 * stages}
     found: list[Event] = []
-    for rank, (row, nodes) in enumerate(zip(program.order.ranks, program.nodes, strict=True)):
+    for rank, row in enumerate(program.order.ranks):
         free = 0.0
-        for position, (action, node) in enumerate(zip(row, nodes, strict=True)):
-            time = timeline.times[action.stage]
-            start = starts[node] if node else free
+        for position, action in enumerate(row):
+            node = program.nodes[rank][position]
+            start, seconds = (
+                starts[node] if node else free,
+                costs[first[action.kind] + action.stage],
+            )  # W waits for no one
             if action.paired and timeline.hidden > 0.0:
                 second = position if action.kind == "B" else position + 1
                 pair = program.pairs.index((row[second - 1].stage, row[second].stage))
-                start = starts[nodes[second]]
-                free = start + costs[5 * len(timeline.times) + pair]
-            else:
-                free = (
-                    start
-                    + {"F": time.forward_s, "B": time.backward_s, "I": time.input_s, "W": time.weight_s}[action.kind]
-                )
-            found.append(Event(rank, action, start, free))
+                start, seconds = starts[program.nodes[rank][second]], costs[5 * stages + pair]
+            found.append(Event(rank, action, start, start + seconds))
+            free = start + seconds + costs[program.held_up[rank][position]]
     return tuple(found)
 
 

@@ -151,6 +151,7 @@ CONSEQUENCES: tuple[tuple[str, Consequence, str], ...] = (
     ("activation_checkpoint.determinism_check", "speed", "a check of recomputation"),
     ("float8.recipe", "numerics", "rounds in other places"),
     ("float8.converted", "numerics", "rounds in other places"),
+    ("float8.experts", "numerics", "rounds in other places"),
     ("float8.skipped", "none", "the same list in another order"),
     ("float8.skipped.*", "none", "a reason; `float8.converted` decides"),
     ("float8.skipped.*.module", "none", "a reason; `float8.converted` decides"),

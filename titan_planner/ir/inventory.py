@@ -218,6 +218,14 @@ def _linear_modules(model: Model) -> Mapping[str, tuple[int, int]]:
     return MappingProxyType(linears)  # cached, so nobody may change it
 
 
+@functools.lru_cache(maxsize=16)
+def expert_modules(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Modules of stacked experts, FQN -> (elements inside an expert, width of the residual stream), in module order."""
+    return MappingProxyType(
+        {p.module: (p.shape[1], p.shape[2]) for p in parameters(model) if p.is_expert and p.axes[1] == "mlp"}
+    )
+
+
 def fsdp_dim(parameter: Parameter, mesh: Mesh) -> int:
     """The dim of `parameter` that FSDP shards: 0, but of stacked experts that are too few to share out, the next one.
 

@@ -369,6 +369,9 @@ class Float8Spec:
             "Linears that stay in high precision: parts of FQNs, or auto_filter_small_kn for those too small to gain."
         ),
     ] = ()
+    grouped_mm_fqns: Annotated[
+        tuple[str, ...], Field("Experts whose grouped products run in the recipe (mxfp8 only): parts of FQNs.")
+    ] = ()
     enable_fsdp_float8_all_gather: Annotated[bool, Field("FSDP gathers in Float8 (tensorwise only).")] = False
     precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, Field("One step for all scales.")] = False
     emulate: Annotated[bool, Field("Emulate where the hardware lacks Float8.")] = False

@@ -15,6 +15,7 @@ from titan_planner.ir.actions import parse_actions
 from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import (
+    expert_modules,
     is_router,
     linear_modules,
     module_names,
@@ -858,6 +859,48 @@ def _float8_tokens(plan: Plan) -> Iterator[Violation]:
         )
 
 
+@_rule(
+    "float8-experts",
+    "Grouped products of experts run in MXFP8 only, in bfloat16 besides, with local dims that are multiples of 32.",
+)
+def _float8_experts(plan: Plan) -> Iterator[Violation]:
+    float8 = plan.float8
+    if not float8.experts:
+        return
+    if float8.recipe != "mxfp8":
+        yield Violation(
+            "float8.recipe",
+            f"experts' grouped products run in the recipe mxfp8 only, not {float8.recipe}",
+            "use mxfp8, or leave `experts` empty",
+        )
+        return
+    modules = expert_modules(plan.model)
+    for index, selector in enumerate(float8.experts):
+        found = select(selector, modules)
+        if not found:
+            yield Violation(
+                f"float8.experts[{index}]", f"the selector `{selector}` matches no experts of the model", "remove it"
+            )
+        for fqn in found:
+            obstacle = mxfp8_experts_obstacle(plan, fqn)
+            if obstacle is not None:
+                yield Violation(
+                    f"float8.experts[{index}]", f"`{fqn}` cannot run in MXFP8: {obstacle}", f"remove `{selector}`"
+                )
+                break
+
+
+def mxfp8_experts_obstacle(plan: Plan, fqn: str) -> str | None:
+    """Why the grouped products of the experts `fqn` cannot run in MXFP8, or None."""
+    if plan.fsdp.param_dtype != "bfloat16":
+        return f"its grouped products take bfloat16, but parameters are computed with in {plan.fsdp.param_dtype}"
+    hidden, dim = expert_modules(plan.model)[fqn]
+    hidden //= plan.mesh.etp
+    if hidden % 32 or dim % 32:
+        return f"the local shape of an expert, {hidden} x {dim}, is no multiple of 32"
+    return None
+
+
 def float8_token_block(recipe: str | None, emulate: bool) -> int:
     """What the tokens of a Float8 matmul must be a multiple of."""
     if recipe == "mxfp8":
@@ -1067,6 +1110,7 @@ __all__ = [
     "divisors",
     "float8_all_gather_obstacle",
     "float8_token_block",
+    "mxfp8_experts_obstacle",
     "rule",
     "splits_backward",
 ]

@@ -43,6 +43,7 @@ PINS: Mapping[str, str] = {
     "float8.recipe": "float8.recipe",
     "float8.converted": "float8.filter_fqns",
     "float8.skipped": "float8.filter_fqns",
+    "float8.experts": "float8.grouped_mm_fqns",
     "float8.enable_fsdp_float8_all_gather": "float8.enable_fsdp_float8_all_gather",
     "float8.precompute_float8_dynamic_scale_for_fsdp": "float8.precompute_float8_dynamic_scale_for_fsdp",
     "float8.emulate": "float8.emulate",

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from titan_planner.ir.codec import digest, encode
-from titan_planner.ir.fqn import fold
-from titan_planner.ir.inventory import num_params
+from titan_planner.ir.fqn import fold, select
+from titan_planner.ir.inventory import expert_modules, num_params
 from titan_planner.ir.parallel import AXES
 from titan_planner.ir.plan import Plan, StageMemory, StepTime
 from titan_planner.render import values
@@ -262,8 +262,10 @@ def float8_words(plan: Plan, modules: Modules) -> str:
     """The recipe and how many linears it covers."""
     if plan.float8.recipe is None:
         return "off"
+    experts = [fqn for selector in plan.float8.experts for fqn in select(selector, expert_modules(plan.model))]
     converted = sum(1 for name in modules.linears if (status := modules.float8(name)) and status.converted)
     options = [
+        *([f"experts of {len(experts)} layers"] if experts else []),
         *(["Float8 all-gather"] if plan.float8.enable_fsdp_float8_all_gather else []),
         *(["scales precomputed"] if plan.float8.precompute_float8_dynamic_scale_for_fsdp else []),
         *(["emulated"] if plan.float8.emulate else []),

@@ -89,7 +89,7 @@ def _exchanging(
         weights = [_local(experts, name) for name in ("w1", "w2", "w3")]
         if sum_gradient is not None:
             weights = [SumGradient.apply(weight, sum_gradient) for weight in weights]
-        return run_experts(x, counts, *weights)
+        return run_experts(x, counts, *weights, product=experts.product)
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         # Whom I send how much is known; who sends me how much has to be asked. [sender, local expert]

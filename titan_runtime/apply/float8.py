@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from titan_planner.ir.execution import Float8
 from titan_planner.ir.fqn import select
-from titan_planner.ir.inventory import linear_modules
+from titan_planner.ir.inventory import expert_modules, linear_modules
 from titan_planner.ir.plan import Plan
 from titan_runtime.errors import RunError
+from titan_runtime.modules.moe import GroupedExperts, GroupedProduct
 from titan_runtime.modules.output import OutputProjection
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def apply_float8(module: nn.Module, plan: Plan) -> None:
     else:
         converted = _convert_float8(module, wanted, float8_config(plan.float8))
     require_equal(wanted, converted)
+    _convert_experts(module, plan)
     if "output" in wanted:
         # Logits come out as a view of the product; FSDP warns that they must not be changed in place, and no loss does.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -238,6 +240,45 @@ def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str) -> f
         parent, _, name = fqn.rpartition(".")
         setattr(module.get_submodule(parent), name, made)
     return converted_linears(module)
+
+
+def _convert_experts(module: nn.Module, plan: Plan) -> None:
+    """Let the experts that the plan lists multiply in MXFP8, as far as they are in `module`."""
+    modules = expert_modules(plan.model)
+    for fqn in (fqn for selector in plan.float8.experts for fqn in select(selector, modules)):
+        if _has(module, _top_level(fqn)):
+            experts = module.get_submodule(fqn)
+            assert isinstance(experts, GroupedExperts)
+            experts.product = _mxfp8_product("EMULATED" if plan.float8.emulate else "AUTO")
+
+
+@functools.cache
+def _mxfp8_product(kernels: str) -> GroupedProduct:
+    with _quiet_import():
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common import KernelPreference
+
+    def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return _to_mxfp8_then_scaled_grouped_mm(
+            x,
+            weight.transpose(-2, -1),
+            ends,
+            out_dtype=x.dtype,
+            kernel_preference=KernelPreference[kernels],
+            scale_calculation_mode=ScaleCalculationMode.RCEIL,
+            # How many rows an expert gets is up to the router; blocks of 32 of them share scales in backward.
+            pad_token_groups_for_grouped_mm=True,
+        )
+
+    return product
+
+
+def converted_experts(module: nn.Module) -> frozenset[str]:
+    """FQNs of all stacked experts of `module` that compute in 8 bits."""
+    return frozenset(
+        fqn for fqn, part in module.named_modules() if isinstance(part, GroupedExperts) and part.product is not None
+    )
 
 
 def _top_level(fqn: str) -> str:
