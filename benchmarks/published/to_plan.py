@@ -13,7 +13,7 @@ from typing import Literal
 from benchmarks.published.hardware import cluster_of
 from benchmarks.published.model import model_of
 from benchmarks.published.rows import MALFORMED, NOT_PUBLISHED, Row, Unusable
-from titan_planner.cost.memory import stage_memory
+from titan_planner.cost.estimate import estimate
 from titan_planner.cost.program import (
     COMPOSER,
     DDP_MIXED,
@@ -151,7 +151,7 @@ def to_plan(row: Row) -> Built:
     if checkpoint.first_layers is not None:
         plan = _first_layers_only(plan, checkpoint.first_layers)
     if checkpoint.unknown:
-        plan = _least_that_fits(plan, fsdp, assume)
+        plan = _least_that_fits(plan, program, fsdp, assume)
     if experts_in_float8 or checkpoint.first_layers is not None or plan.tensor_parallel.async_tp:
         # Changed after it was verified. The rule about linears has no word for experts in 8-bit floats.
         _require_rules(plan, {"float8-linears"} if experts_in_float8 else set())
@@ -691,13 +691,12 @@ def _first_layers_only(plan: Plan, count: int) -> Plan:
     return replace(plan, layers=tuple(layers))
 
 
-def _least_that_fits(plan: Plan, fsdp: bool, assume: list[str]) -> Plan:
+def _least_that_fits(plan: Plan, program: Program, fsdp: bool, assume: list[str]) -> Plan:
     """Where the row does not say: it ran, so the least recomputation that fits."""
     modes = (_NONE, _SELECTIVE, _FULL) if fsdp else (_NONE, _FULL)
     for asked in modes:
         candidate = _checkpointed(plan, asked)
-        held = max(stage.total_gib for stage in stage_memory(candidate))
-        if asked is _FULL or held <= candidate.cluster.gpu.memory_gib:
+        if asked is _FULL or estimate(candidate, program).fits:
             break
     assume.append(f"recomputation {asked.mode}: the least that fits")
     return candidate

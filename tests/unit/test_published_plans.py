@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ from benchmarks.published.hardware import cluster_of, find_published_gpu
 from benchmarks.published.rows import Row, Unusable, read_rows
 from benchmarks.published.to_plan import Built, to_plan
 from tests.unit.published_rows import MEGATRON_ROW, MOE, TITAN_ROW, row, write
-from titan_planner.cost.program import DDP_MIXED, DEEPSPEED_ZERO1, FUSED_FSDP, MEGATRON, NEMO, TITAN, XLA_FSDP, Program
+from titan_planner.cost.program import (
+    COMPOSER,
+    DDP_MIXED,
+    DEEPSPEED_ZERO1,
+    FUSED_FSDP,
+    MEGATRON,
+    NEMO,
+    TITAN,
+    XLA_FSDP,
+    Program,
+)
 from titan_planner.ir.model import Mlp, Moe, SwiGlu
 from titan_planner.ir.verify import verify
 
@@ -97,7 +108,11 @@ def test_a_megatron_row_is_its_layout_under_megatrons_program() -> None:
         (row(MEGATRON_ROW, parallelism__zero_stage=0), DDP_MIXED),
         (row(MEGATRON_ROW, precision="fp16 (fp16 gradient accumulation)"), DEEPSPEED_ZERO1),
         (row(MEGATRON_ROW, parallelism__zero_stage=None), MEGATRON),
-        (row(MEGATRON_ROW, parallelism__zero_stage=None, precision="fp16", tags__precision_class="fp16"), DDP_MIXED),
+        (
+            row(MEGATRON_ROW, parallelism__zero_stage=None, precision="fp16", tags__precision_class="fp16"),
+            replace(DDP_MIXED, attention="materialised"),
+        ),
+        (row(precision="bf16 (amp)", compile=False), COMPOSER),
     ],
 )
 def test_the_program_follows_from_what_the_row_says(entry: Row, program: Program) -> None:
