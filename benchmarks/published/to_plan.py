@@ -13,7 +13,7 @@ from typing import Literal
 from benchmarks.published.hardware import cluster_of
 from benchmarks.published.model import model_of
 from benchmarks.published.rows import MALFORMED, NOT_PUBLISHED, Row, Unusable
-from titan_planner.cost.memory import stage_memory
+from titan_planner.cost.estimate import estimate
 from titan_planner.cost.program import (
     COMPOSER,
     DDP_MIXED,
@@ -151,7 +151,7 @@ def to_plan(row: Row) -> Built:
     if checkpoint.first_layers is not None:
         plan = _first_layers_only(plan, checkpoint.first_layers)
     if checkpoint.unknown:
-        plan = _least_that_fits(plan, fsdp, assume)
+        plan = _least_that_fits(plan, program, fsdp, assume)
     if experts_in_float8 or checkpoint.first_layers is not None or plan.tensor_parallel.async_tp:
         # Changed after it was verified. The rule about linears has no word for experts in 8-bit floats.
         _require_rules(plan, {"float8-linears"} if experts_in_float8 else set())
@@ -238,11 +238,11 @@ def _with_attention(row: Row, program: Program, assume: list[str]) -> Program:
 
 def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
     compiled, graphs = _compiled(row, assume if fsdp else [])
-    about = f"{row.text('framework')} {row.text('overlap.kernels')} {row.text('kernels.transformer_impl')}".casefold()
+    about = _software(row)
     if fsdp:
         if re.search(r"jax|maxtext|paxml", about):
             return XLA_FSDP, False
-        if re.search(r"\bte\b|transformer.?engine|megatron", about) or row.count("parallelism.fsdp_column", minimum=0):
+        if re.search(r"\bte\b|transformer.?engine|megatron|nemo", about) or row.text("container"):
             return FUSED_FSDP, False
         if re.search(r"\bamp\b|autocast", row.text("precision").casefold()) and not compiled:
             return COMPOSER, False
@@ -255,7 +255,7 @@ def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]
         program = DEEPSPEED_ZERO1
     elif not sharded:
         program = DDP_MIXED
-    elif row.text("container") or re.search(r"nemo", about):
+    elif _is_nemo(row):
         program = NEMO
     else:
         program = MEGATRON
@@ -264,6 +264,16 @@ def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]
     if compiled:
         program = replace(program, kernels="compiled")
     return replace(program, graphs=program.graphs or graphs), False
+
+
+def _software(row: Row) -> str:
+    """What the row names as its software: its framework and kernels, or else what was published by that name."""
+    named = row.text("framework") or f"{row.text('source.title')} {row.text('source.repo')}"
+    return f"{named} {row.text('overlap.kernels')} {row.text('kernels.transformer_impl')}".casefold()
+
+
+def _is_nemo(row: Row) -> bool:
+    return bool(row.text("container")) or "nemo" in _software(row)
 
 
 def _compiled(row: Row, assume: list[str]) -> tuple[bool, bool]:
@@ -404,6 +414,13 @@ def _pipeline(
     if degrees.pp == 1:
         return None, None
     schedule, per_rank = _schedule(row, degrees)
+    held = model.num_layers // degrees.pp
+    printed = degrees.vpp is not None or row.text("parallelism.pp_schedule")
+    even = held % 2 == 0 and held > 2 and model.num_layers % degrees.pp == 0 and microbatches % degrees.pp == 0
+    if not printed and even and _is_nemo(row):
+        # NVIDIA's recipes for performance interleave every pipeline; where the degree is not printed, two layers a stage.
+        schedule, per_rank = "Interleaved1F1B", held // 2
+        assume.append("interleaved stages of two layers")
     if schedule == "1F1B" and microbatches < degrees.pp:
         # Torch's 1F1B wants as many microbatches as stages; with fewer it is GPipe's order.
         schedule = "GPipe"
@@ -674,13 +691,12 @@ def _first_layers_only(plan: Plan, count: int) -> Plan:
     return replace(plan, layers=tuple(layers))
 
 
-def _least_that_fits(plan: Plan, fsdp: bool, assume: list[str]) -> Plan:
+def _least_that_fits(plan: Plan, program: Program, fsdp: bool, assume: list[str]) -> Plan:
     """Where the row does not say: it ran, so the least recomputation that fits."""
     modes = (_NONE, _SELECTIVE, _FULL) if fsdp else (_NONE, _FULL)
     for asked in modes:
         candidate = _checkpointed(plan, asked)
-        held = max(stage.total_gib for stage in stage_memory(candidate))
-        if asked is _FULL or held <= candidate.cluster.gpu.memory_gib:
+        if asked is _FULL or estimate(candidate, program).fits:
             break
     assume.append(f"recomputation {asked.mode}: the least that fits")
     return candidate
