@@ -32,6 +32,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 """Parameter -> what is physically possible: nothing beats its peak, and nothing sane is below a fifth of it."""
 
+TIED = {"attention_backward": ("attention", 0.8)}
+"""Parameter -> (the one it follows, in this proportion): step times do not tell the two apart (FlashAttention-2's figures)."""
+
 NOISE = 0.03
 """Standard deviation of log step time between equal runs on equal machines (published repeats: 0.4 to 6 %)."""
 
@@ -68,7 +71,7 @@ def fit(
     source: str = "fitted",
 ) -> Fit:
     """The efficiencies that predict `runs` best, starting from `prior`. Raises `PlanError` where SciPy is not installed."""
-    names = tuple(free)
+    names = tuple(name for name in free if name not in TIED)
     if not runs:
         raise PlanError(Complaint("there is no measurement to fit to", "", hint="name a folder of a finished run"))
     optimize = _scipy_optimize()
@@ -132,6 +135,9 @@ def with_efficiency(plan: Plan, efficiency: Efficiency) -> Plan:
 def _with(prior: Efficiency, names: Sequence[str], logs: Sequence[float]) -> Efficiency:
     values: dict[str, Any] = {name: round(min(max(math.exp(log), BOUNDS[name][0]), BOUNDS[name][1]), 6)
               for name, log in zip(names, logs, strict=True)}  # fmt: skip
+    for name, (other, proportion) in TIED.items():
+        if other in values:
+            values[name] = round(proportion * values[other], 6)
     return replace(prior, **values)
 
 

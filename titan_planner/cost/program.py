@@ -33,6 +33,9 @@ class Program:
     kernels: Kernels = "plan"
     loss: Kernels = "plan"  # the same for the loss
     attention: Attention = "second"
+    float8_products: float = (
+        0.8  # torch._scaled_mm over the 8-bit products of Transformer Engine, see docs/cost-model.md
+    )
     data_policy: DataPolicy = "plan"
     weight_bytes: int | None = None  # bytes of a weight that the program holds through the step; None: the plan's dtype
     gradient_bytes: int | None = None  # bytes of a gradient held through the step; None: the plan's dtype
@@ -57,6 +60,7 @@ MEGATRON = Program(
     kernels="fused",
     loss="fused",
     attention="third",
+    float8_products=1.0,
     recompute="all",
     data_policy="zero1",
     weight_bytes=2,
@@ -79,11 +83,19 @@ DEEPSPEED_ZERO1 = replace(MEGATRON, name="deepspeed-zero1", gradient_bytes=2)
 """Megatron-DeepSpeed with ZeRO-1 in fp16: weights and gradients of 2 bytes, main weights and moments sharded, i.e.
 4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, P_os)."""
 
-FUSED_FSDP = Program(name="fused-fsdp", executable=False, kernels="fused", loss="fused", attention="third")
+FUSED_FSDP = Program(
+    name="fused-fsdp", executable=False, kernels="fused", loss="fused", attention="third", float8_products=1.0
+)
 """Fully sharded data parallelism under hand-written kernels: Megatron-FSDP, NeMo AutoModel with Transformer Engine."""
 
 XLA_FSDP = Program(
-    name="xla-fsdp", executable=False, kernels="compiled", loss="compiled", attention="third", graphs=True
+    name="xla-fsdp",
+    executable=False,
+    kernels="compiled",
+    loss="compiled",
+    attention="third",
+    float8_products=1.0,
+    graphs=True,
 )
 """MaxText and PaxML: weights fully sharded, and the whole step compiled to one program without launches from the host."""
 

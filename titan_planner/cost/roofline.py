@@ -65,7 +65,9 @@ def shape_efficiency(m: float, n: int, k: int, units: int, groups: int = 1) -> f
 
 
 @functools.lru_cache(maxsize=65536)
-def product_seconds(m: float, n: int, k: int, groups: int, precision: Precision, gpu: Gpu, output_bytes: int) -> float:
+def product_seconds(
+    m: float, n: int, k: int, groups: int, precision: Precision, gpu: Gpu, output_bytes: int, float8: float = 1.0
+) -> float:
     """Time of `groups` products of m rows in all; operands of 2 bytes (8-bit ones 1), results of `output_bytes`."""
     fit = gpu.efficiency
     if m <= 0:
@@ -73,7 +75,7 @@ def product_seconds(m: float, n: int, k: int, groups: int, precision: Precision,
     if precision == "bf16" or gpu.fp8_tflops is None:
         peak, operand = gpu.bf16_tflops * 1e12 * fit.matmul, 2
     else:
-        peak, operand = gpu.fp8_tflops * 1e12 * fit.matmul_float8, 1
+        peak, operand = gpu.fp8_tflops * 1e12 * fit.matmul_float8 * float8, 1
     flops = 2.0 * m * n * k / (peak * shape_efficiency(m / groups, n, k, gpu.compute_units, groups))
     moved = operand * (m * k + groups * n * k) + output_bytes * m * n
     return max(flops, moved / memory_rate(gpu)) + KERNEL_SECONDS
@@ -96,19 +98,21 @@ class MatmulSeconds:
 
 
 @functools.lru_cache(maxsize=65536)
-def matmul_seconds(op: Matmul, precision: Precision, gpu: Gpu, fused_casts: bool, gradient_bytes: int) -> MatmulSeconds:
+def matmul_seconds(
+    op: Matmul, precision: Precision, gpu: Gpu, fused_casts: bool, gradient_bytes: int, float8: float = 1.0
+) -> MatmulSeconds:
     """Forward, gradient of the input, gradient of the weight (accumulated in `gradient_bytes`), and casts."""
     if op.wide:
         # float32 on tensor cores (TF32) runs at half the bf16 rate; only routers, which are small.
         one = 2 * product_seconds(op.m, op.n, op.k, op.groups, "bf16", gpu, 4)
         return MatmulSeconds(one, one, one, 0.0, 0.0)
     weight_precision: Precision = "bf16" if precision == "rowwise_with_gw_hp" else precision
-    forward = product_seconds(op.m, op.n, op.k, op.groups, precision, gpu, ELEMENT_BYTES)
-    to_input = product_seconds(op.m, op.k, op.n, op.groups, precision, gpu, ELEMENT_BYTES)
+    forward = product_seconds(op.m, op.n, op.k, op.groups, precision, gpu, ELEMENT_BYTES, float8)
+    to_input = product_seconds(op.m, op.k, op.n, op.groups, precision, gpu, ELEMENT_BYTES, float8)
     # Of a grouped product each group sums over its own rows.
     rows = op.m / op.groups
     to_weight = product_seconds(
-        float(op.n * op.groups), op.k, max(1, round(rows)), op.groups, weight_precision, gpu, 2 * gradient_bytes
+        float(op.n * op.groups), op.k, max(1, round(rows)), op.groups, weight_precision, gpu, 2 * gradient_bytes, float8
     )
     if precision == "bf16" or gpu.fp8_tflops is None:
         return MatmulSeconds(forward, to_input, to_weight, 0.0, 0.0)
