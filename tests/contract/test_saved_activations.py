@@ -139,7 +139,8 @@ class Made(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+            # The wrappers of collectives under way have no storage, and what they wrap was seen being made.
+            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() in self.outside:
                     continue

@@ -204,8 +204,10 @@ def _routed(moe: Moe, local: Local) -> Iterator[Saved]:
     else:
         yield Saved("moe: results in float32", choices * dim * 4)
         yield Saved("moe: final scores", choices * 4)
+    # Putting results in place keeps them: index_copy's backward asks for its source's shape, and torch saves all of it.
+    yield Saved("moe: results by expert", sent * dim * size)
     if local.ep > 1:
-        yield Saved("moe: order of arrived rows", rows * 8)
+        yield Saved("moe: order and results of arrived rows", rows * (8 + dim * size))
     yield Saved("moe.experts: rows", rows * dim * size)
     yield from _eager_swiglu("moe.experts", rows * moe.hidden_dim / local.etp, local)
     yield Saved("moe.experts: ends of the experts' rows", moe.num_experts / local.ep * 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
@@ -113,6 +114,7 @@ class Heads:
     heads: int
 
 
+@functools.lru_cache(maxsize=1024)
 def heads(attention: Attention, local: Local) -> Heads:
     """The columns of the rank that has most. Where KV heads do not simply serve equal groups, they are copied for each query."""
     match attention:

@@ -44,13 +44,13 @@ def loss_bytes(
         case "eager" if loss_parallel:
             # Per token: peak, total with its twin in one storage, label (int64), and two masks.
             small = 4 + 8 + 8 + 1 + 1
-            kept = size * logits + small * local.tokens + (each if z_loss else 0.0)
+            kept = size * logits + small * local.tokens + (each + local.tokens if z_loss else 0.0)
             peak = (size + 8) * logits
         case "eager":
             kept = 4 * logits
             peak = 12 * logits
             if z_loss:
-                kept += (4 if size != 4 else size) * logits + each
+                kept += 4 * logits + each + local.tokens
                 peak += 4 * logits
             if logits_held:
                 kept += size * logits

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from titan_planner.cost.activations import (
@@ -151,16 +151,20 @@ class Parts:
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.unsharded
-            + self.activations
-            + self.logits
-            + self.float8
-            + self.communication
-        )
+        return sum(_amounts(self))
+
+
+def _amounts(parts: Parts) -> tuple[float, ...]:
+    return (
+        parts.parameters,
+        parts.gradients,
+        parts.optimizer,
+        parts.unsharded,
+        parts.activations,
+        parts.logits,
+        parts.float8,
+        parts.communication,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +191,7 @@ class RankMemory:
     @property
     def stranded(self) -> float:
         """Bytes that the allocator holds beside the fullest moment: what other moments have more of, part by part."""
-        parts = fields(Parts)
-        most: float = sum(max(getattr(moment.parts, part.name) for moment in self.moments) for part in parts)
+        most = sum(map(max, zip(*(_amounts(moment.parts) for moment in self.moments), strict=True)))
         return STRANDED * (most - self.fullest.parts.total)
 
 
@@ -201,11 +204,12 @@ def stage_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANC
     reserved = sum(line.nbytes for line in reserve(plan))
     found = []
     for rank in rank_memory(plan, program, imbalance):
-        parts = rank.fullest.parts
+        fullest = rank.fullest
+        parts = fullest.parts
         found.append(
             StageMemory(
                 stage=rank.stage,
-                moment=rank.fullest.name,
+                moment=fullest.name,
                 parameters_gib=_gib(parts.parameters),
                 gradients_gib=_gib(parts.gradients),
                 optimizer_gib=_gib(parts.optimizer),
@@ -266,7 +270,7 @@ def _resharded(units: tuple[FsdpUnit, ...], fqns: tuple[str, ...]) -> dict[str, 
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Rank:
     """One pipeline rank at work."""
 
@@ -397,10 +401,18 @@ class _Rank:
 
     # -------------------------------------------------------------- what is held whatever happens
 
-    def _sharded(self, numel: Numel) -> float:
+    @functools.cached_property
+    def _sums(self) -> Numel:
+        """Elements of all modules of this rank, before data parallelism shards them."""
+        mine = [self.elements[layer.fqn] for layer in self.layers]
+        return Numel(all=sum(n.all for n in mine), experts=sum(n.experts for n in mine), muon=sum(n.muon for n in mine))
+
+    @functools.cached_property
+    def _sharded(self) -> float:
+        """Elements that the rank holds between steps as the plan says."""
+        numel, mesh = self._sums, self.plan.mesh
         if self.plan.fsdp.strategy != "fsdp":
             return float(numel.all)
-        mesh = self.plan.mesh
         return (numel.all - numel.experts) / mesh.fsdp + numel.experts / mesh.efsdp
 
     def _static(self) -> Parts:
@@ -408,15 +420,15 @@ class _Rank:
         plan, program = self.plan, self.program
         if plan.fsdp.cpu_offload:
             return Parts()
-        numel = [self.elements[layer.fqn] for layer in self.layers]
+        numel = self._sums
         weight = program.weight_bytes or BYTES[plan.dtype]
         moment = BYTES[plan.optimizer.state_dtype]
         match program.data_policy:
             case "plan":
-                local_numel = sum(self._sharded(n) for n in numel)
+                local_numel = self._sharded
                 once = 0.0
                 if plan.optimizer.name == "Muon":
-                    once = sum(n.muon for n in numel) / (plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1)
+                    once = numel.muon / (plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1)
                 moments = 2 * moment * local_numel - once * moment
                 if program.moment_bytes is not None:
                     moments = program.moment_bytes * local_numel
@@ -424,18 +436,19 @@ class _Rank:
                     parameters=weight * local_numel, optimizer=moments + program.main_weight_bytes * local_numel
                 )
             case "zero1" | "zero2" | "ddp":
-                whole = float(sum(n.all for n in numel))
+                whole = float(numel.all)
                 states = program.main_weight_bytes + (
                     program.moment_bytes if program.moment_bytes is not None else 2 * moment
                 )
-                owned = whole if program.data_policy == "ddp" else sum(self._owned(n) for n in numel)
+                owned = whole if program.data_policy == "ddp" else self._owned
                 return Parts(parameters=weight * whole, optimizer=states * owned)
             case _:
                 assert_never(program.data_policy)
 
-    def _owned(self, numel: Numel) -> float:
+    @functools.cached_property
+    def _owned(self) -> float:
         """Elements whose optimizer states a rank holds when these are spread over all ranks with the same weights."""
-        mesh = self.plan.mesh
+        numel, mesh = self._sums, self.plan.mesh
         return (numel.all - numel.experts) / (mesh.fsdp * mesh.dp_replicate) + numel.experts / (
             mesh.efsdp * mesh.dp_replicate
         )
@@ -444,15 +457,14 @@ class _Rank:
         """Gradients at the end of backward, as the optimizer gets them."""
         if self.plan.fsdp.cpu_offload:
             return 0.0
-        numel = [self.elements[layer.fqn] for layer in self.layers]
         size = self.program.gradient_bytes or BYTES[self.plan.dtype]
         match self.program.data_policy:
             case "plan":
-                return size * sum(self._sharded(n) for n in numel)
+                return size * self._sharded
             case "zero2":
-                return size * sum(self._owned(n) for n in numel)
+                return size * self._owned
             case "zero1" | "ddp":
-                return float(size * sum(n.all for n in numel))
+                return float(size * self._sums.all)
             case _:
                 assert_never(self.program.data_policy)
 
@@ -471,8 +483,9 @@ class _Rank:
 
     # -------------------------------------------------------------- what FSDP gathers
 
+    @functools.cached_property
     def _units(self) -> list[tuple[str, float, bool | int]]:
-        """(name of a member, elements in bytes of the gathered dtype, whether resharded), units of this rank."""
+        """(names of its members, its bytes when gathered, whether resharded after forward) of this rank's units."""
         grouped: dict[int, tuple[str, float, bool | int]] = {}
         for layer in self.layers:
             place, reshard = self.resharded[layer.fqn]
@@ -490,13 +503,18 @@ class _Rank:
         narrow = numel.float8 if self.plan.float8.enable_fsdp_float8_all_gather else 0
         return size * (numel.all - narrow) + narrow
 
+    @functools.cached_property
+    def _in_block(self) -> tuple[float, float]:
+        """Gathered weights and so on, and communication's buffers, while a block runs backward."""
+        return self._unsharded("block"), self._communication("block")
+
     def _unsharded(self, moment: str) -> float:
         """Gathered weights, unreduced gradients and the flat buffers of their collectives, bytes."""
         plan = self.plan
         if self.program.data_policy != "plan":
             return self._placeholders(moment)
         compute, reduce = BYTES[plan.fsdp.param_dtype], BYTES[plan.fsdp.reduce_dtype]
-        numel_all = sum(self.elements[layer.fqn].all for layer in self.layers)
+        numel_all = self._sums.all
         whole = float(reduce * numel_all) if self._whole_gradients() else 0.0
         alone = plan.mesh.fsdp == 1 and plan.fsdp.param_dtype == plan.dtype
         if plan.fsdp.strategy == "ddp" or alone:
@@ -505,7 +523,7 @@ class _Rank:
             largest = max((self.elements[layer.fqn].all for layer in self.layers), default=0)
             flat = largest * reduce if plan.mesh.dp_replicate > 1 and not whole else 0.0
             return copies + whole + flat
-        units = self._units()
+        units = self._units
         # A pipeline's schedule keeps weights gathered from its first backward on.
         stays = plan.mesh.pp > 1
         kept = sum(
@@ -559,8 +577,8 @@ class _Rank:
             found += waiting * ends * sizes.stream_bytes
         if moment != "block":
             return found
-        columns = [heads(run.block.attention, sizes) for run in plan.model.blocks]
         if plan.mesh.cp > 1:
+            columns = [heads(run.block.attention, sizes) for run in plan.model.blocks]
             pair = 2 * sizes.tokens * max(c.keys for c in columns)
             match plan.context_parallel.method:
                 case "allgather":  # float32 gradients of all keys and values
@@ -592,22 +610,26 @@ class _Rank:
     def _at(
         self, static: Parts, activations: float, logits: float, gradients: float, moment: str, float8: float = 0.0
     ) -> Parts:
+        if moment == "block":
+            unsharded, communication = self._in_block
+        else:
+            unsharded, communication = self._unsharded(moment), self._communication(moment)
         return Parts(
             parameters=static.parameters,
             gradients=gradients,
             optimizer=static.optimizer,
-            unsharded=self._unsharded(moment),
+            unsharded=unsharded,
             activations=max(0.0, activations),
             logits=logits,
             float8=float8,
-            communication=self._communication(moment),
+            communication=communication,
         )
 
     def _at_update(self, static: Parts) -> Parts:
         """The update's own memory counts as the optimizer's: one more moment at a time for foreach, none when fused."""
         plan = self.plan
         more = 0.0
-        numel = sum(self._sharded(self.elements[layer.fqn]) for layer in self.layers)
+        numel = self._sharded
         if self.program.data_policy == "plan" and not plan.fsdp.cpu_offload:
             if plan.optimizer.state_dtype != plan.dtype:
                 more = 4.0 * 4 * min(numel, 1 << 25)

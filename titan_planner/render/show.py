@@ -23,6 +23,10 @@ MEMORY_PARTS = {
     "unsharded_gib": "gathered",
     "activations_gib": "activ",
     "logits_gib": "logits",
+    "float8_gib": "fp8",
+    "communication_gib": "comm",
+    "allocator_gib": "alloc",
+    "reserve_gib": "reserve",
     "total_gib": "total",
 }
 """Field of `StageMemory` -> head of its column."""
