@@ -312,6 +312,16 @@ def test_experts_are_counted(changes: dict[str, Any]) -> None:
     )
 
 
+def test_tokens_sent_to_experts_of_other_ranks_are_counted() -> None:
+    """On two real ranks, for how many rows arrive is told by a collective; dealt out, so that both get equally many."""
+    model = llama("tiny", feed_forward=moe(hidden_dim=32))
+    for policy in (KEEP_ALL, SELECTIVE):
+        plan = planned(model, mesh(dp_shard=2, ep=2), "bfloat16", policy)
+        plan = replace(plan, expert_parallel=replace(plan.expert_parallel, force_load_balance=True))
+        for alive, _ in run_ranks(lambda rank, plan=plan: measured(plan), 2):
+            assert abs(predicted(plan) - alive) <= 16 * len(plan.layers) + 64 * model.num_layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["tiny", "medium"])
 def test_compiled_blocks_keep_what_the_partitioner_chooses(size: str) -> None:

@@ -99,11 +99,11 @@ def everything(block: Block, local: Local) -> tuple[Saved, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_working(block: Block, local: Local, policy: CheckpointPolicy) -> float:
+def backward_working(block: Block, local: Local, policy: CheckpointPolicy, number: int = 0) -> float:
     """Bytes beside `block_saved` while one block runs backward: what is computed again, and gradients in flight."""
     again = 0.0
     if policy.mode != "none":
-        again = max(0.0, total(everything(block, local)) - total(block_saved(block, local, policy)))
+        again = max(0.0, total(everything(block, local)) - total(block_saved(block, local, policy, number)))
     return again + _gradients_in_flight(block, local)
 
 
