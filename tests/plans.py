@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_planner.ir.cluster import Cluster, Gpu, Link
+from titan_planner.ir.cluster import Cluster, Efficiency, Gpu, Link
 from titan_planner.ir.codec import dumps
 from titan_planner.ir.execution import ActivationCheckpoint, CheckpointPolicy, Compile, Float8, Loss
 from titan_planner.ir.inventory import top_level_modules
@@ -50,6 +50,19 @@ VOCAB = 2048
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEXT = REPOSITORY / "data" / "sample"
 TOKENIZER = REPOSITORY / "data" / "tokenizer.json"
+
+EFFICIENCY = Efficiency(
+    matmul=0.7,
+    matmul_float8=0.6,
+    attention=0.5,
+    attention_backward=0.4,
+    memory=0.9,
+    intra_node=0.8,
+    inter_node=0.8,
+    overlap_slowdown=0.1,
+    launch_us=5.0,
+    source="test",
+)
 
 NO_CHECKPOINT = CheckpointPolicy(
     name="none",
@@ -121,6 +134,7 @@ def cluster(ranks: int, device: str = "cpu", nodes: int = 1) -> Cluster:
         intra_node_link="memory",
         backend="gloo" if device == "cpu" else "nccl",
         device=device,
+        efficiency=EFFICIENCY,
         source="test",
     )
     link = Link(name="memory", gb_per_s=10.0, latency_us=1.0, per_gpu=False, source="test")

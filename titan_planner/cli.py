@@ -149,6 +149,16 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--exit-code", action="store_true", help="exit 1 when the plans differ")
     verb.set_defaults(run=_diff)
 
+    verb = verbs.add_parser(
+        "calibrate", help="fit the cost model's efficiencies to the measured speed of finished runs"
+    )
+    verb.add_argument("runs", nargs="+", metavar="RUN_DIR", help="dump folders of runs on this cluster")
+    verb.add_argument(
+        "--cluster", required=True, metavar="FILE", help="YAML file to write; a spec uses it by `extends: FILE`"
+    )
+    _json(verb)
+    verb.set_defaults(run=_calibrate)
+
     verb = verbs.add_parser("schema", help="print the JSON Schema of specs or plans")
     verb.add_argument("kind", choices=("spec", "plan"))
     _output(verb, "file to write (default stdout)")
@@ -388,6 +398,36 @@ def _diff(arguments: argparse.Namespace) -> int:
     else:
         emit(render.text(found, style=style_for(sys.stdout), width=width_for(sys.stdout, 160)))
     return 1 if arguments.exit_code and not found.same else 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from titan_planner.calibrate import calibrate_cluster
+    from titan_planner.ir.codec import encode
+    from titan_planner.render.calibration import calibration_text
+    from titan_planner.render.cluster_file import MARK, cluster_file
+    from titan_planner.runs import read_run
+
+    target = Path(arguments.cluster)
+    if target.is_file() and not target.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        raise TitanError(
+            Complaint(
+                f"`{target}` exists and was not written by `titan-plan calibrate`, which would replace all of it",
+                place=Place("--cluster"),
+                hint="name a new file, and let it stand before yours: a spec uses it by `extends: FILE`",
+            )
+        )
+    runs = [read_run(Path(folder)) for folder in arguments.runs]
+    cluster, found = calibrate_cluster(runs)
+    _write(cluster_file(cluster), arguments.cluster)
+    if arguments.json:
+        errors = [
+            {"run": str(run.folder), "step_time_ms": 1e3 * run.step_seconds, "before": before, "after": after}
+            for run, before, after in zip(runs, found.before, found.after, strict=True)
+        ]
+        print(json.dumps({"efficiency": encode(found.efficiency), "runs": errors}, indent=2))
+    else:
+        print(calibration_text(runs, found, arguments.cluster))
+    return 0
 
 
 def _schema(arguments: argparse.Namespace) -> int:

@@ -145,7 +145,11 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
                 pins.context_parallel_load_balancer if pins.context_parallel_load_balancer != "auto" else "headtail"
             ),
         ),
-        expert_parallel=ExpertParallel(comm_backend="standard", capacity_factor=None, force_load_balance=False),
+        expert_parallel=ExpertParallel(
+            comm_backend=pins.expert_parallel_comm_backend,
+            capacity_factor=pins.expert_capacity_factor,
+            force_load_balance=pins.moe_force_load_balance,
+        ),
         activation_checkpoint=ActivationCheckpoint(
             policies=(KEEP_ALL,),
             preserve_rng_state=request.activation_checkpoint.preserve_rng_state,

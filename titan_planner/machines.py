@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
 from titan_planner.hardware import UnknownHardware, find_gpu, find_link, find_node
-from titan_planner.ir.cluster import Cluster, Gpu, Link
+from titan_planner.ir.cluster import Cluster, Efficiency, Gpu, Link
 from titan_planner.ir.errors import Complaint
-from titan_planner.ir.request import ClusterSpec, GpuSpec, LinkSpec
+from titan_planner.ir.request import ClusterSpec, EfficiencySpec, GpuSpec, LinkSpec
 
 T = TypeVar("T")
 
@@ -65,12 +65,20 @@ class _Catalogue:
         return replace(base, **changes)
 
 
+def _calibrated(known: Efficiency, given: EfficiencySpec) -> Efficiency:
+    changes = {field.name: getattr(given, field.name) for field in fields(given)}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return replace(known, **{"source": "the spec's numbers", **changes})
+
+
 def resolve_cluster(spec: ClusterSpec) -> tuple[Cluster | None, list[Complaint]]:
     """The cluster, or None with the complaints that prevent it (addresses are the spec's)."""
     catalogue = _Catalogue()
     node = catalogue.find(find_node, spec.node, "cluster.node") if spec.node is not None else None
     named = spec.gpu if spec.gpu is not None else node.gpu if node is not None else None
     gpu = catalogue.gpu(named) if named is not None else None
+    if gpu is not None and spec.efficiency is not None:
+        gpu = replace(gpu, efficiency=_calibrated(gpu.efficiency, spec.efficiency))
     intra_name = spec.intra_node or (node.intra_node if node else gpu.intra_node_link if gpu else None)
     intra = catalogue.link(intra_name, "cluster.intra_node") if intra_name is not None else None
     # A single node has no other to talk to: the inside link stands in.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint
-from titan_planner.ir.fqn import pattern_matches
-from titan_planner.ir.inventory import linear_modules
+from titan_planner.ir.fqn import fold, pattern_matches
+from titan_planner.ir.inventory import expert_modules, linear_modules
 from titan_planner.ir.model import Model
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import Spec
@@ -41,10 +41,14 @@ SPEC_ADDRESSES: tuple[tuple[str, str], ...] = (
     ("tensor_parallel.loss_parallel", "parallelism.disable_loss_parallel"),
     ("tensor_parallel.async_tp", "parallelism.enable_async_tensor_parallel"),
     ("tensor_parallel.kv_replicas", "parallelism.kv_head_replication"),
+    ("expert_parallel.comm_backend", "parallelism.expert_parallel_comm_backend"),
+    ("expert_parallel.capacity_factor", "parallelism.expert_capacity_factor"),
+    ("expert_parallel.force_load_balance", "parallelism.moe_force_load_balance"),
     ("context_parallel.method", "parallelism.context_parallel_method"),
     ("context_parallel.load_balance", "parallelism.context_parallel_load_balancer"),
     ("activation_checkpoint", "activation_checkpoint.mode"),
     ("float8.converted", "float8.filter_fqns"),
+    ("float8.experts", "float8.grouped_mm_fqns"),
     ("lr_schedule", "lr_scheduler"),
     ("data", "data"),
     ("optimizer.max_norm", "training.max_norm"),
@@ -78,12 +82,14 @@ def _float8(spec: Spec, model: Model | None, cluster: Cluster | None) -> Iterato
     asked = spec.request().float8
     if asked.recipe == "none":
         return
-    if cluster is not None and asked.recipe == "mxfp8" and not cluster.gpu.mxfp8:
+    if cluster is not None and asked.recipe == "mxfp8" and not (cluster.gpu.mxfp8 or asked.emulate):
         yield Complaint(
             f"{cluster.gpu.name} has no MXFP8",
             "float8.recipe",
             rule="float8-hardware",
-            hint="use `recipe: tensorwise`" if cluster.gpu.float8 else "remove the section float8",
+            hint="use `recipe: tensorwise`"
+            if cluster.gpu.float8
+            else "remove the section float8, or set `emulate: true`",
         )
     elif cluster is not None and asked.recipe not in ("auto", "mxfp8") and not cluster.gpu.float8 and not asked.emulate:
         yield Complaint(
@@ -120,7 +126,23 @@ def _float8(spec: Spec, model: Model | None, cluster: Cluster | None) -> Iterato
             rule="float8-filter",
             hint="list the linears to skip, or use tensorwise or rowwise",
         )
+    if asked.grouped_mm_fqns and asked.recipe != "mxfp8":
+        yield Complaint(
+            f"experts' grouped products run in the recipe mxfp8 only, not {asked.recipe}",
+            "float8.grouped_mm_fqns",
+            rule="float8-experts",
+            hint="use `recipe: mxfp8`, or remove the line",
+        )
     if model is not None:
+        known = expert_modules(model)
+        for index, part in enumerate(asked.grouped_mm_fqns):
+            if not any(pattern_matches(part, fqn) for fqn in known):
+                yield Complaint(
+                    f"`{part}` matches no experts of the model",
+                    f"float8.grouped_mm_fqns[{index}]",
+                    rule="float8-experts",
+                    hint=f"experts are called {', '.join(f'`{fqn}`' for fqn in fold(known))}" if known else "remove it",
+                )
         yield from _unmatched(asked.filter_fqns, model, "float8.filter_fqns", "float8-filter")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from titan_planner.ir.inventory import LogicalAxis, Parameter, feed_forward_name
-from titan_planner.ir.model import Attention, FeedForward, Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.model import Attention, FeedForward, Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import Mesh, ModuleSharding
 
 TP_AXES: frozenset[LogicalAxis] = frozenset({"vocab", "heads", "kv_heads", "mlp"})
@@ -84,12 +84,15 @@ def _expert_row(name: str, axis: str, dim: int) -> ModuleSharding:
 
 
 def _feed_forwards(model: Model) -> dict[str, FeedForward]:
-    """The feed-forward layers by the name that blocks call them; of a mixture, one with shared experts where there is."""
+    """The feed-forward layers by the name that blocks call them, of each name the one with the most parts.
+
+    That is a gated layer before one without a gate, and of a mixture one with shared experts before one without.
+    """
     found: dict[str, FeedForward] = {}
     for run in model.blocks:
         layer = run.block.feed_forward
         name = feed_forward_name(layer)
-        if name not in found or (isinstance(layer, Moe) and layer.num_shared_experts):
+        if name not in found or isinstance(layer, SwiGlu) or (isinstance(layer, Moe) and layer.num_shared_experts):
             found[name] = layer
     return found
 
@@ -110,6 +113,9 @@ def _feed_forward(name: str, feed_forward: FeedForward, stream: str) -> Iterator
         case SwiGlu():
             yield _row(name, None, input=stream, input_needed="R")
             yield from _swiglu(name, output="P", output_needed=stream)
+        case Mlp():
+            yield _row(name, None, input=stream, input_needed="R")
+            yield from _two_matrices(name, output="P", output_needed=stream)
         case Moe():
             # Routed and shared parts of every rank are summed once, on leaving the layer.
             yield _row(name, None, input=stream, input_needed="R", output="P", output_needed=stream)
@@ -121,9 +127,13 @@ def _feed_forward(name: str, feed_forward: FeedForward, stream: str) -> Iterator
 
 
 def _swiglu(name: str, output: str, output_needed: str) -> Iterator[ModuleSharding]:
+    yield from _two_matrices(name, output, output_needed)
+    yield _row(f"{name}.w3", "S(0)", input="R", output="S(2)")
+
+
+def _two_matrices(name: str, output: str, output_needed: str) -> Iterator[ModuleSharding]:
     yield _row(f"{name}.w1", "S(0)", input="R", output="S(2)")
     yield _row(f"{name}.w2", "S(1)", input="S(2)", output=output, output_needed=output_needed)
-    yield _row(f"{name}.w3", "S(0)", input="R", output="S(2)")
 
 
 def _row(

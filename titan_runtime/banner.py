@@ -12,6 +12,7 @@ from titan_runtime import version
 from titan_runtime.metrics import Console
 
 METRICS_FILE = "metrics.jsonl"
+SPEED_FILE = "speed.jsonl"
 
 
 def announce(console: Console, plan: Plan) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_planner.ir.plan import Plan
-from titan_planner.ir.rules import mixtures
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +24,10 @@ class Missing:
 
 MISSING: tuple[Missing, ...] = (
     Missing(
-        "fsdp.strategy",
-        lambda p: p.fsdp.strategy == "ddp" and bool(mixtures(p.model)) and p.mesh.efsdp > 1,
-        "DDP with experts that tensor ranks share (ep x etp below tp)",
-        "use the strategy fsdp, or ep x etp = tp",
-    ),
-    Missing(
         "expert_parallel.comm_backend",
         lambda p: p.mesh.ep > 1 and p.expert_parallel.comm_backend != "standard",
         "token dispatch by DeepEP or HybridEP",
         "use `standard`",
-    ),
-    Missing(
-        "loss.chunks",
-        lambda p: p.mesh.pp > 1 and p.loss.chunks > 1,
-        "the chunked loss in a pipeline",
-        "set loss.chunks to 1",
-    ),
-    Missing(
-        "model.tied",
-        lambda p: p.model.tied and p.mesh.pp > 1 and p.pipeline.stages[0].pp_rank == p.pipeline.stages[-1].pp_rank,
-        "tied weights when one rank holds the first and the last stage",
-        "use a schedule that lays stages in a loop, e.g. 1F1B",
-    ),
-    Missing(
-        "float8.enable_fsdp_float8_all_gather",
-        lambda p: p.mesh.tp > 1 and p.float8.enable_fsdp_float8_all_gather,
-        "the Float8 all-gather under tensor parallelism",
-        "turn the all-gather off",
     ),
     Missing(
         "activation_checkpoint.policies",

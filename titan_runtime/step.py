@@ -112,4 +112,6 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     after_update(module, plan)
+    if isinstance(module, Pipeline):
+        module.after_change()
     return StepResult(loss=mean_loss, grad_norm=grad_norm, lr=lr, experts=counts.report(loads))

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titan_planner.ir.codec import digest, dumps
 from titan_planner.ir.inventory import muon_parameters, parameters
 from titan_planner.ir.plan import Plan
 from titan_runtime import distributed
@@ -21,8 +23,9 @@ from titan_runtime.agreement import together
 from titan_runtime.apply import build_model
 from titan_runtime.apply.compile import compiled_loss
 from titan_runtime.apply.context import shard_sequences
-from titan_runtime.banner import METRICS_FILE, announce, say_done, say_stopped, warn_about_schedule
+from titan_runtime.banner import METRICS_FILE, SPEED_FILE, announce, say_done, say_stopped, warn_about_schedule
 from titan_runtime.checkpoint import Checkpointer
+from titan_runtime.checkpoint.compatibility import PLAN_FILE
 from titan_runtime.data import DataLoader, PackedStream, open_stream
 from titan_runtime.errors import RunError, naming_lost_connections
 from titan_runtime.lock import FolderLock
@@ -91,10 +94,10 @@ def train(
     checkpoints.leave_other_branch()
     warn_about_schedule(console, plan, progress.schedule_start)
 
-    log = _open_log(plan, rank, progress.step)
+    log, speed = _open_logs(plan, rank, progress.step, written_plan or plan)
     scalars = together(lambda: ScalarWriter(plan, rank, progress.step), "write TensorBoard scalars")
     wandb = together(lambda: WandbWriter(plan, rank), "begin a run of Weights & Biases")
-    meter, predicted = Meter(plan, device), predictions(plan)
+    meter, predicted, named = Meter(plan, device), predictions(plan), digest(plan)
     result = None
     with (
         naming_lost_connections(lambda: f"during step {progress.step + 1}"),
@@ -139,6 +142,9 @@ def train(
                     )
                 scalars.write(step, tokens_seen=seen, measured=measured, predicted=predicted, **numbers, more=more)
                 wandb.write(step, measured, tokens_seen=seen, **numbers, **more)
+                # The first step holds compilation and warm-up; it says nothing of the others.
+                if speed is not None and step > began_at + 1:
+                    speed.append(step, {"plan": named, **asdict(measured)})
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
                 distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
@@ -172,8 +178,9 @@ def train(
                 break
         else:
             signal = 0
-    if log is not None:
-        log.close()
+    for opened in (log, speed):
+        if opened is not None:
+            opened.close()
     scalars.close()
     wandb.close()
     _release(lock)
@@ -188,10 +195,21 @@ def _release(lock: FolderLock | None) -> None:
         lock.release()
 
 
-def _open_log(plan: Plan, rank: int, step: int) -> StepLog | None:
-    """The step log on rank 0, None elsewhere. Fails on all ranks when rank 0 cannot write."""
-    path = Path(plan.job.dump_folder) / METRICS_FILE
-    return together(lambda: StepLog(path, step) if rank == 0 else None, "write metrics", rank_0_only=True)
+def _open_logs(plan: Plan, rank: int, step: int, written: Plan) -> tuple[StepLog | None, StepLog | None]:
+    """The logs of steps and of speed on rank 0, with the plan beside them; None elsewhere. Fails on all ranks if on one.
+
+    What was computed is exact and the same in every run of a plan; how fast is neither, and has a file of its own, which
+    `titan-plan calibrate` reads together with the plan.
+    """
+    folder = Path(plan.job.dump_folder)
+
+    def open_both() -> tuple[StepLog, StepLog]:
+        logs = StepLog(folder / METRICS_FILE, step), StepLog(folder / SPEED_FILE, step)
+        (folder / PLAN_FILE).write_text(dumps(written), encoding="utf-8")
+        return logs
+
+    opened = together(lambda: open_both() if rank == 0 else None, "write metrics", rank_0_only=True)
+    return opened or (None, None)
 
 
 def _seed(plan: Plan, rank: int) -> None:

@@ -121,6 +121,9 @@ class ShardedMuon(torch.optim.Optimizer):
     Newton-Schulz multiplies the whole matrix with itself. A sharded momentum is therefore gathered, every rank
     computes the same whole update, and applies its part of it: the same bits on any mesh, for one all-gather and one
     redundant computation of each matrix.
+
+    A parameter of three dims stacks matrices, one an expert, each of which is orthogonalised by itself. Ranks that hold
+    whole experts need nothing of each other.
     """
 
     def __init__(self, params: Any, *, lr: float, momentum: float, state_dtype: torch.dtype) -> None:
@@ -143,18 +146,34 @@ class ShardedMuon(torch.optim.Optimizer):
                 update = gradient.lerp(wide, momentum)
                 if kept.dtype is not torch.float32:
                     kept.copy_(wide)
-                if isinstance(parameter, DTensor):
-                    mesh = parameter.device_mesh
-                    whole = like(update.to(mesh.device_type), parameter).full_tensor()
-                    direction = _zeropower_via_newtonschulz(whole, **_NEWTON_SCHULZ)
-                    # Each rank has the whole, so each cuts its own part: no rank is a source.
-                    direction = distribute_tensor(direction, mesh, parameter.placements, src_data_rank=None).to_local()
-                else:
-                    direction = _zeropower_via_newtonschulz(update, **_NEWTON_SCHULZ)
-                scale = 0.2 * math.sqrt(max(parameter.shape))
+                direction = _direction(update, parameter)
+                scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
                 weight = local(parameter)
                 weight.mul_(1 - lr * group["weight_decay"])
                 weight.add_(direction.to(weight.device), alpha=-lr * scale)
+
+
+def _direction(update: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of the orthogonal matrices nearest to those of which it has the part `update`. Collective."""
+    if not isinstance(parameter, DTensor):
+        return _orthogonal(update)
+    mesh = parameter.device_mesh
+    update = update.to(mesh.device_type)
+    if parameter.dim() == 3 and not any(p.is_shard(dim) for p in parameter.placements for dim in (1, 2)):
+        return _orthogonal(update)
+    whole = _orthogonal(like(update, parameter).full_tensor())
+    # Each rank has the whole, so each cuts its own part: no rank is a source.
+    return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None).to_local()
+
+
+def _orthogonal(matrices: Tensor) -> Tensor:
+    if matrices.dim() == 2:
+        return _zeropower_via_newtonschulz(matrices, **_NEWTON_SCHULZ)
+    # One by one: a batched product may round otherwise for another number of experts, that is on another mesh.
+    found = torch.empty_like(matrices, dtype=torch.bfloat16)
+    for place, matrix in enumerate(matrices):
+        found[place] = _zeropower_via_newtonschulz(matrix, **_NEWTON_SCHULZ)
+    return found
 
 
 class Together(torch.optim.Optimizer):

@@ -72,6 +72,14 @@ def pipeline(name: str, pp: int, schedule: str, local: int = 8, **more: Any) -> 
     return Row(name, degrees, parallelism, sections, **more)
 
 
+TIED: dict[str, Any] = {**SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}
+
+
+def chunked(chunks: int, **more: Any) -> dict[str, Any]:
+    """Sections of a row whose loss is taken in `chunks` parts of the sequence."""
+    return {"loss": {"chunks": chunks}, **more}
+
+
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 # 1F1B by hand: two stages, four microbatches of two sequences.
@@ -89,6 +97,8 @@ def context(method: str, balance: str = "headtail") -> dict[str, str]:
 
 
 MOE: dict[str, Any] = {"family": "debug_moe", "flavor": "debugmodel", "overrides": {}}
+MLP: dict[str, Any] = {"family": "debug_mlp", "flavor": "debugmodel", "overrides": {"num_layers": 2}}
+RELU2: dict[str, Any] = {**MLP, "flavor": "relu2"}
 
 
 def experts(name: str, degrees: dict[str, int], ep: int = 1, **sections: Any) -> Row:
@@ -114,8 +124,7 @@ ROWS: tuple[Row, ...] = (
     pipeline("pp 2, accumulation 4, gradients reduced once", 2, "1F1B", local=2,
              parallelism={"defer_gradient_sync": True}),
     pipeline("pp 2, ignored labels unequal", 2, "1F1B", masked=True),
-    pipeline("pp 2, tied weights", 2, "1F1B", sections={"model": {
-        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}}),
+    pipeline("pp 2, tied weights", 2, "1F1B", sections={"model": TIED}),
     # A pattern that only one stage's parameters match, and one that all stages' do.
     pipeline("pp 2, no decay on norms and embedding", 2, "1F1B", sections={"optimizer": {"weight_decay": 0.5, "param_groups": [
         {"pattern": "tok_embeddings", "weight_decay": 0.0}, {"pattern": "norm", "weight_decay": 0.0}]}}),
@@ -140,8 +149,7 @@ ROWS: tuple[Row, ...] = (
     Row("tp 2, no sequence parallel", {"tp": 2}, {"enable_sequence_parallel": False}),
     Row("tp 2, no loss parallel", {"tp": 2}, {"disable_loss_parallel": True}),
     Row("tp 2, ignored labels unequal", {"tp": 2}, masked=True),
-    Row("tp 2, tied weights", {"tp": 2}, sections={"model": {
-        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}}),
+    Row("tp 2, tied weights", {"tp": 2}, sections={"model": TIED}),
     Row("tp 2, checkpointing selective", {"tp": 2}, sections={"activation_checkpoint": {"mode": "selective"}}),
     Row("tp 2 x dp 2", {"tp": 2, "dp_shard": 2}),
     Row("tp 2 x dp 2, accumulation 4", {"tp": 2, "dp_shard": 2}, sections={"training": {"local_batch_size": 1}}),
@@ -149,11 +157,44 @@ ROWS: tuple[Row, ...] = (
     Row("cp 2 x tp 2", {"cp": 2, "tp": 2}),
     Row("cp 2 ring x tp 2 x dp 2", {"cp": 2, "tp": 2, "dp_shard": 2}, context("ring")),
     pipeline("pp 2 x tp 2", 2, "1F1B", degrees={"tp": 2}),
-    pipeline("pp 2 x tp 2, tied weights", 2, "1F1B", degrees={"tp": 2}, sections={"model": {
-        **SPEC["model"], "overrides": {**SPEC["model"]["overrides"], "tied": True}}}),
+    pipeline("pp 2 x tp 2, tied weights", 2, "1F1B", degrees={"tp": 2}, sections={"model": TIED}),
     pipeline("pp 2 x dp 2 x tp 2", 2, "1F1B", local=4, degrees={"dp_shard": 2, "tp": 2}),
     pipeline("pp 2 ZBVZeroBubble x dp 2 x tp 2", 2, "ZBVZeroBubble", local=4, degrees={"dp_shard": 2, "tp": 2}),
     pipeline("pp 2 x cp 2 x tp 2", 2, "Interleaved1F1B", degrees={"cp": 2, "tp": 2}),
+    Row("no gate, dp 2", {"dp_shard": 2}, sections={"model": MLP}),
+    Row("no gate, tp 2", {"tp": 2}, sections={"model": MLP}),
+    Row("no gate and squared ReLU, tp 2 x dp 2", {"tp": 2, "dp_shard": 2}, sections={"model": RELU2}),
+    Row("dp 2, loss in 4 chunks", {"dp_shard": 2}, sections=chunked(4)),
+    *(pipeline(f"pp 2 {schedule}, loss in 4 chunks", 2, schedule, sections=chunked(4))
+      for schedule in ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")),
+    pipeline(
+        "pp 2 actions of the plan, loss in 4 chunks", 2, "1F1B", sections=chunked(4),
+        parallelism={"pipeline_parallel_schedule_actions": ACTIONS, "pipeline_parallel_microbatch_size": 2},
+    ),
+    pipeline("pp 2 x dp 2, reshard always, loss in 4 chunks", 2, "1F1B", local=4, degrees={"dp_shard": 2},
+             parallelism={"fsdp_reshard_after_forward": "always"}, sections=chunked(4)),
+    pipeline("pp 2 x dp 2 ZBVZeroBubble, loss in 4 chunks", 2, "ZBVZeroBubble", local=4, degrees={"dp_shard": 2},
+             sections=chunked(4)),
+    pipeline("pp 2, accumulation 4 reduced once, loss in 4 chunks", 2, "1F1B", local=2,
+             parallelism={"defer_gradient_sync": True}, sections=chunked(4), masked=True),
+    pipeline("pp 2 x tp 2, loss in 4 chunks", 2, "1F1B", degrees={"tp": 2}, sections=chunked(4)),
+    pipeline("pp 2 x tp 2 InterleavedZeroBubble, loss in 4 chunks", 2, "InterleavedZeroBubble", degrees={"tp": 2},
+             sections=chunked(4)),
+    pipeline("pp 2 x tp 2, no loss parallel, loss in 4 chunks", 2, "1F1B", degrees={"tp": 2},
+             parallelism={"disable_loss_parallel": True}, sections=chunked(4)),
+    pipeline("pp 2 x tp 2 DualPipeV, accumulation 2, loss in 4 chunks", 2, "DualPipeV", local=4, degrees={"tp": 2},
+             sections=chunked(4)),
+    pipeline("pp 2 x cp 2, loss in 4 chunks", 2, "1F1B", degrees={"cp": 2}, sections=chunked(4)),
+    *(pipeline(f"pp 2 {schedule}, tied weights", 2, schedule, sections={"model": TIED})
+      for schedule in ("Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")),
+    pipeline("pp 4 ZBVZeroBubble, tied weights", 4, "ZBVZeroBubble", sections={"model": TIED}),
+    pipeline("pp 2 x dp 2 ZBVZeroBubble, tied weights", 2, "ZBVZeroBubble", local=4, degrees={"dp_shard": 2},
+             sections={"model": TIED}),
+    pipeline("pp 2 x tp 2 DualPipeV, tied, accumulation 2, loss in 4 chunks", 2, "DualPipeV", local=4,
+             degrees={"tp": 2}, parallelism={"defer_gradient_sync": True}, sections=chunked(4, model=TIED)),
+    pipeline("pp 2 x tp 2 ZBVZeroBubble, tied weights", 2, "ZBVZeroBubble", degrees={"tp": 2},
+             sections={"model": TIED}),
+    pipeline("pp 2, tied weights, loss in 4 chunks", 2, "1F1B", sections=chunked(4, model=TIED)),
     experts("experts, dp 2", {"dp_shard": 2}),
     experts("experts, ep 2", {"dp_shard": 2}, 2),
     experts("experts, ep 4", {"dp_shard": 4}, 4),

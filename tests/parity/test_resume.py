@@ -62,3 +62,24 @@ def test_moving_from_mesh_to_mesh_changes_nothing(tmp_path: Path) -> None:
     assert len(expected) == total
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5), f"after {CHAIN[(theirs['step'] - 1) // STEPS_EACH]}"
+
+
+TIED_CHAIN = (
+    "tp 2, tied weights",
+    "pp 2 ZBVZeroBubble, tied weights",
+    "pp 2 x tp 2 DualPipeV, tied, accumulation 2, loss in 4 chunks",
+    "pp 2, tied weights",
+    "pp 2 x dp 2 ZBVZeroBubble, tied weights",
+)
+
+
+def test_a_tied_weight_that_one_rank_holds_twice_moves_along(tmp_path: Path) -> None:
+    """It is saved once, with the moments of one; and the copy is loaded with it."""
+    total = STEPS_EACH * len(TIED_CHAIN)
+    expected = train_ranks(saving("tp 2, tied weights", tmp_path / "straight", total))
+    found: list[dict[str, Any]] = []
+    for number, name in enumerate(TIED_CHAIN, start=1):
+        found = train_ranks(saving(name, tmp_path / "moved", STEPS_EACH * number))
+    assert len(found) == total
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5), f"after {TIED_CHAIN[(theirs['step'] - 1) // STEPS_EACH]}"

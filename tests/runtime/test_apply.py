@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import plans
 from tests.harness import Rank, RanksFailed, run_ranks
+from tests.parity.rows import SCHEDULES, pipeline
+from tests.parity.runner import compile_row
 from tests.runtime.test_parity import checkpointed
 from titan_planner.ir.inventory import module_names
 from titan_planner.ir.parallel import FsdpUnit
@@ -22,7 +24,7 @@ from titan_runtime.apply.fsdp import resolve_units
 from titan_runtime.errors import RunError
 from titan_runtime.init import initialise
 from titan_runtime.loss import cross_entropy_sum
-from titan_runtime.modules import build
+from titan_runtime.modules import Transformer, build
 
 
 class CountOps(TorchDispatchMode):
@@ -179,27 +181,100 @@ def test_a_compiler_that_torch_lacks_is_named() -> None:
 # ------------------------------------------------------------------ the head
 
 
+class LargestLogits(TorchDispatchMode):
+    """Elements of the largest tensor that has a column for every token of the vocabulary."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.shape[-1:] == (plans.VOCAB,) and func not in OF_WEIGHTS:
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+OF_WEIGHTS = {torch.ops.aten.view.default, torch.ops.aten.t.default}
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_chunks_keep_the_logits_small(chunks: int) -> None:
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor) and made.shape[-1:] == (plans.VOCAB,) and func is not VIEW:
-                self.numel = max(self.numel, made.numel())
-            return made
-
     plan = plans.tiny_plan()
     module = build(plan.model, seq_len=32).to_empty(device="cpu")
     initialise(module, plan.model, seed=0)
     tokens = torch.zeros(8, 32, dtype=torch.int64)  # enough that a part is larger than the weight
-    with Largest() as largest:
+    with LargestLogits() as largest:
         module(tokens, tokens, cross_entropy_sum, chunks).backward()
     assert largest.numel == 8 * 32 * plans.VOCAB // chunks
 
 
-VIEW = torch.ops.aten.view.default
+def largest_logits(rank: Rank, made: list[Plan]) -> list[tuple[int, int]]:
+    """For each plan the elements of the largest logits on this rank: in a step, and in an evaluation."""
+    from titan_runtime.apply import build_model
+    from titan_runtime.mesh import build_mesh
+    from titan_runtime.optimizer import build_optimizer
+    from titan_runtime.step import batch_loss, train_step
+
+    device, found = torch.device("cpu"), []
+    for plan in made:
+        module = build_model(plan, build_mesh(plan.mesh, "cpu"), device)
+        optimizer = build_optimizer(module, plan.optimizer)
+        tokens = torch.arange(plan.batch.local_batch_size * 32).view(-1, 32)
+        with LargestLogits() as step:
+            train_step(plan, module, optimizer, cross_entropy_sum, [(tokens, tokens)], 1, 0, device)
+        with LargestLogits() as evaluation, torch.no_grad():
+            batch_loss(plan, module, cross_entropy_sum, tokens, tokens)
+        found.append((step.numel, evaluation.numel))
+    return found
+
+
+def test_chunks_keep_the_logits_of_a_pipeline_small() -> None:
+    microbatch = 32 * plans.VOCAB
+    for chunks in (1, 4):
+        rows = [pipeline(name, 2, name, sections={"loss": {"chunks": chunks}}) for name in SCHEDULES]
+        made = [compile_row(row) for row in rows]
+        assert {plan.batch.microbatch_size for plan in made} == {1}
+        for plan, *sizes in zip(made, *run_ranks(largest_logits, 2, made), strict=True):
+            of_last_stage = sizes[plan.pipeline.stages[-1].pp_rank]
+            assert of_last_stage == (microbatch // chunks, microbatch // chunks), (plan.pipeline.schedule, chunks)
+
+
+def test_a_split_backward_keeps_one_number_of_the_loss_and_computes_each_half_once() -> None:
+    """As zero-bubble schedules run the last stage: gradients of the inputs first, those of the weights later."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    plan = plans.tiny_plan()
+
+    def last_stage() -> tuple[Transformer, torch.Tensor]:
+        module = build(plan.model, seq_len=32).to_empty(device="cpu")
+        initialise(module, plan.model, seed=0)
+        module.tok_embeddings = None
+        return module, torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    labels = torch.arange(4 * 32).view(4, 32)
+    whole, x = last_stage()
+    cross_entropy_sum(whole(x), labels).backward()
+
+    split, arrived = last_stage()
+    with CountOps() as forward:
+        loss = split(arrived, labels, cross_entropy_sum, 4)
+    with CountOps() as first:
+        (to_input,), groups = stage_backward_input([loss], None, [arrived], split.parameters())
+    kept = [grad for group in groups for grads in group["grads"] for grad in grads if grad is not None]
+    assert max(grad.shape[-1] for grad in kept if grad.dim()) < plans.VOCAB
+    assert any(grad.dim() == 0 for grad in kept)  # the loss's: what the head's weight gradient starts from
+    with CountOps() as second:
+        stage_backward_weight(split.parameters(), groups)
+
+    torch.testing.assert_close(to_input, x.grad)
+    for name, parameter in split.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
+    # Per block seven products in forward, and as many in each half; per chunk of the head one, and again one and its own.
+    blocks = 2 * 7
+    assert [count.counts["aten.mm.default"] for count in (forward, first, second)] == [
+        blocks + 4,
+        blocks + 2 * 4,
+        blocks + 2 * 4,
+    ]
 
 
 # ------------------------------------------------------------------ FSDP

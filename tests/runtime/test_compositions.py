@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness import Rank, run_ranks
-from tests.parity.rows import Row, pipeline
+from tests.parity.rows import TIED, Row, pipeline
 from tests.parity.runner import _loader, compile_row
 from titan_planner.ir.inventory import muon_parameters
 from titan_planner.ir.plan import Plan
@@ -100,6 +100,24 @@ def test_held_out_and_training_losses_are_those_of_one_rank(one_rank) -> None:
     for losses, held_out, _ in (*two, *four):
         assert losses == pytest.approx(one_rank["held out"][0], rel=1e-5)
         assert held_out == pytest.approx(one_rank["held out"][1], rel=1e-5)
+
+
+def test_a_pipeline_that_takes_the_loss_in_chunks_validates_like_one_rank(one_rank) -> None:
+    chunked = {**HELD_OUT, "loss": {"z_loss": 0.1, "chunks": 4}}
+    compiled = {**chunked, "compile": {"enable": True, "backend": "aot_eager"}}
+    tied = {"model": TIED}
+    two = results(
+        *(pipeline(schedule, 2, schedule, sections=chunked) for schedule in ("GPipe", "Interleaved1F1B", "DualPipeV")),
+        pipeline("compiled", 2, "ZBVZeroBubble", sections=compiled),
+    )
+    four = results(pipeline("tp", 2, "1F1B", degrees={"tp": 2}, sections=chunked))
+    for losses, held_out, _ in (*two, *four):
+        assert losses == pytest.approx(one_rank["held out"][0], rel=1e-5)
+        assert held_out == pytest.approx(one_rank["held out"][1], rel=1e-5)
+    # The last stage's copy of a tied weight is as new as the first stage's.
+    (_, expected, _) = results(Row("one", {"dp_shard": 1}, sections={**HELD_OUT, **tied}))[0]
+    (_, found, _) = results(pipeline("tied", 2, "ZBVZeroBubble", sections={**chunked, **tied}))[0]
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_muon_updates_whole_matrices_whatever_cuts_them(one_rank) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests import plans
 from titan_planner.ir.inventory import num_params, parameters
-from titan_planner.ir.model import Block, Blocks, Gqa, Model, RmsNorm, Rope, RopeScaling, SwiGlu
+from titan_planner.ir.model import Block, Blocks, Gqa, Mlp, Model, RmsNorm, Rope, RopeScaling, SwiGlu
 from titan_planner.models import MODELS
 from titan_runtime.init import initialise
 from titan_runtime.modules import build
@@ -100,9 +100,10 @@ def test_blocks_with_different_rotary_embeddings_read_different_tables() -> None
     assert module.table_of == (0, 1, 0)
 
 
-def _run(theta: float, repeat: int) -> Blocks:
+def _run(theta: float, repeat: int, feed_forward: SwiGlu | Mlp | None = None) -> Blocks:
     attention = Gqa(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta=theta, scaling=None))
-    block = Block(attention=attention, feed_forward=SwiGlu(hidden_dim=48), norm=RmsNorm(eps=1e-5))
+    feed_forward = feed_forward or SwiGlu(hidden_dim=48)
+    block = Block(attention=attention, feed_forward=feed_forward, norm=RmsNorm(eps=1e-5))
     return Blocks(repeat=repeat, block=block)
 
 
@@ -118,7 +119,16 @@ def test_norms_are_computed_in_float32() -> None:
     assert torch.equal(norm(x), exact.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"blocks": (_run(100.0, 1), _run(10000.0, 2))}])
+WITHOUT_GATE = (
+    _run(10000.0, 1, Mlp(hidden_dim=64, activation="gelu")),
+    _run(10000.0, 1),
+    _run(10000.0, 1, Mlp(hidden_dim=40, activation="relu2")),
+)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": True}, {"blocks": (_run(100.0, 1), _run(10000.0, 2))}, {"blocks": WITHOUT_GATE}]
+)
 def test_logits_equal_those_of_a_model_written_out_with_loops(changes: dict) -> None:
     model = plans.tiny_model(**changes)
     module = filled(model)
@@ -187,8 +197,15 @@ def naive(model: Model, module: nn.Module, tokens: Tensor) -> Tensor:
                 )
         x = x + mixed @ weights[f"{at}.attention.wo.weight"].T
         h = norm(x, f"{at}.ffn_norm", block.norm.eps)
-        w1, w2, w3 = (weights[f"{at}.feed_forward.{w}.weight"] for w in ("w1", "w2", "w3"))
-        gate = h @ w1.T
-        x = x + (gate * torch.sigmoid(gate) * (h @ w3.T)) @ w2.T
+        w1, w2 = (weights[f"{at}.feed_forward.{w}.weight"] for w in ("w1", "w2"))
+        h1 = h @ w1.T
+        match block.feed_forward:
+            case SwiGlu():
+                inner = h1 * torch.sigmoid(h1) * (h @ weights[f"{at}.feed_forward.w3.weight"].T)
+            case Mlp(activation="gelu"):
+                inner = h1 * (1 + torch.erf(h1 / math.sqrt(2))) / 2
+            case Mlp(activation="relu2"):
+                inner = torch.where(h1 > 0, h1 * h1, 0)
+        x = x + inner @ w2.T
     output = weights["tok_embeddings.weight" if model.tied else "output.weight"]
     return norm(x, "norm", model.norm.eps) @ output.T

@@ -198,6 +198,30 @@ def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> Non
     print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
 
 
+def tensor_moe_plan(grid: Mesh, sequence_parallel: bool = True, local: int = 2) -> Plan:
+    model = plans.tiny_moe_model()
+    rows = tensor_parallel_rows(model, sequence_parallel=sequence_parallel, loss_parallel=True)
+    options = TensorParallel(
+        sequence_parallel=sequence_parallel, loss_parallel=True, async_tp=False, kv_replicas=grid.tp // 2
+    )
+    return moe_plan(grid, local=local, tensor_parallel=options, sharding=rows + expert_rows(model, grid))
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param({"tp": 2}, id="tp2"),
+        pytest.param({"tp": 2, "dp_replicate": 2}, id="ddp2xtp2"),
+        pytest.param({"tp": 2, "dp_replicate": 2, "ep": 2}, id="ddp2xtp2-ep2"),
+        pytest.param({"tp": 2, "dp_replicate": 2, "etp": 2}, id="ddp2xtp2-etp2"),
+        pytest.param({"tp": 4, "ep": 2}, id="tp4-ep2"),
+    ],
+)
+def test_replicated_experts_are_shared_by_tensor_ranks(degrees: dict[str, int], expected: Curve) -> None:
+    plan = tensor_moe_plan(plans.mesh(**degrees))
+    print(check(replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=())), expected))
+
+
 @pytest.mark.parametrize(
     ("degrees", "sequence_parallel"),
     [
@@ -210,12 +234,7 @@ def test_replicating_instead_of_sharding_changes_nothing(expected: Curve) -> Non
     ],
 )
 def test_tensor_ranks_share_the_experts(degrees: dict[str, int], sequence_parallel: bool, expected: Curve) -> None:
-    grid = plans.mesh(**degrees, tp=2)
-    model = plans.tiny_moe_model()
-    rows = tensor_parallel_rows(model, sequence_parallel=sequence_parallel, loss_parallel=True)
-    options = TensorParallel(sequence_parallel=sequence_parallel, loss_parallel=True, async_tp=False, kv_replicas=1)
-    plan = moe_plan(grid, local=4, tensor_parallel=options, sharding=rows + expert_rows(model, grid))
-    print(check(plan, expected))
+    print(check(tensor_moe_plan(plans.mesh(**degrees, tp=2), sequence_parallel, local=4), expected))
 
 
 def test_stages_with_and_without_experts() -> None:
@@ -278,6 +297,39 @@ def exchanges(rank: Rank, plan: Plan) -> int:
     with CountOps() as count:
         module(tokens).sum().backward()
     return count.counts["_c10d_functional.all_to_all_single.default"]
+
+
+def test_what_the_planner_saves_keeps_experts_products_and_every_bit() -> None:
+    """A block checkpointed by the planner's list computes no grouped product again, and has the gradients of none."""
+    plain = moe_plan(plans.mesh(1), local=2)
+    some = checkpointed(plain, "selective-alternating")
+    keep_all, listed = some.activation_checkpoint.policies
+    unlisted = replace(listed, save_ops=tuple(op for op in SAVE_OPS if "grouped" not in op))
+    plans_ = [plain] + [
+        replace(some, activation_checkpoint=replace(some.activation_checkpoint, policies=(keep_all, policy)))
+        for policy in (replace(listed, save_ops=SAVE_OPS), unlisted)
+    ]
+    (count, gradients), (kept, same), (again, _) = run_ranks(grouped_products, 1, plans_)[0]
+    assert kept == count == 2 * 3 * 3  # layers, weights, and the forward with its two gradients
+    assert again > count
+    assert gradients.keys() == same.keys()
+    assert all(torch.equal(gradients[fqn], same[fqn]) for fqn in gradients)
+
+
+def grouped_products(rank: Rank, variants: list[Plan]) -> list[tuple[int, dict[str, Tensor]]]:
+    """Grouped products in one forward and backward, and the gradients, of each plan."""
+    from tests.runtime.test_apply import CountOps
+    from titan_runtime.apply import build_model
+    from titan_runtime.mesh import build_mesh
+
+    found = []
+    for plan in variants:
+        module = build_model(plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+        with CountOps() as count:
+            module(torch.arange(64).view(2, 32)).square().mean().backward()
+        gradients = {fqn: p.grad.full_tensor() for fqn, p in module.named_parameters() if isinstance(p.grad, DTensor)}
+        found.append((count.counts["aten._grouped_mm.default"], gradients))
+    return found
 
 
 def test_compiling_what_is_around_the_routing_changes_nothing(expected: Curve) -> None:

@@ -10,6 +10,7 @@ import torch
 from tests import plans
 from titan_planner.ir.inventory import muon_parameters, parameters
 from titan_planner.ir.job import Optimizer, ParamGroup
+from titan_planner.sharding import expert_rows, tensor_parallel_rows
 from titan_runtime.errors import RunError
 from titan_runtime.init import initialise
 from titan_runtime.modules import build
@@ -263,6 +264,66 @@ def test_muon_is_torchs_on_one_rank_bit_for_bit_and_on_shards_too() -> None:
         return all(torch.equal(ours[fqn], expected[fqn]) for fqn in MATRICES)
 
     assert run_ranks(sharded, 3) == [True] * 3
+
+
+FEW = {"num_experts": 2, "top_k": 1, "route_norm": False, "score_function": "softmax", "score_before_experts": True}
+
+
+@pytest.mark.parametrize(
+    ("layer", "degrees"),
+    [
+        ({}, {"dp_shard": 4, "ep": 2}),
+        ({}, {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}),
+        ({**FEW, "num_shared_experts": 0}, {"dp_shard": 4, "ep": 2}),
+    ],
+    ids=["whole experts", "etp", "cut inside"],
+)
+def test_muon_takes_every_expert_by_itself_however_they_are_spread(
+    layer: dict[str, object], degrees: dict[str, int]
+) -> None:
+    from tests.harness import Rank, run_ranks
+
+    model = plans.tiny_moe_model(**layer)
+    grid = plans.mesh(**degrees)
+    plan = plans.tiny_plan(grid, model=model, total=4)
+    if grid.tp > 1:
+        rows = tensor_parallel_rows(model, sequence_parallel=False, loss_parallel=False)
+        plan = replace(plan, sharding=(*rows, *expert_rows(model, grid)))
+    experts = {p.fqn: p.shape for p in parameters(model) if p.is_expert}
+    assert experts
+    assert set(experts) <= muon_parameters(model)
+    assert not any("router" in fqn for fqn in muon_parameters(model))
+
+    def gradient(fqn: str, step: int) -> torch.Tensor:
+        return torch.randn(experts[fqn], generator=torch.Generator().manual_seed(step + sum(map(ord, fqn))))
+
+    def spread(rank: Rank) -> dict[str, torch.Tensor]:
+        from torch.distributed.tensor import distribute_tensor
+
+        from titan_runtime.apply import build_model
+        from titan_runtime.mesh import build_mesh
+
+        module = build_model(plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+        optimizer = build_optimizer(module, muon(implementation="for-loop"), muon_parameters(model))
+        named = {fqn: p for fqn, p in module.named_parameters() if fqn in experts}
+        for step in range(2):
+            for fqn, p in named.items():
+                p.grad = distribute_tensor(gradient(fqn, step), p.device_mesh, p.placements)
+            set_lr(optimizer, 0.01)
+            optimizer.step()
+        return {fqn: p.full_tensor().detach() for fqn, p in named.items()}
+
+    found = run_ranks(spread, grid.world_size)[0]
+    whole = build(model, seq_len=32).to_empty(device="cpu")
+    initialise(whole, model, plan.seeds.seed)
+    for fqn in experts:
+        matrices = [torch.nn.Parameter(matrix.clone()) for matrix in whole.get_parameter(fqn).detach()]
+        torchs = torch.optim.Muon(matrices, lr=0.01, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for step in range(2):
+            for matrix, part in zip(matrices, gradient(fqn, step), strict=True):
+                matrix.grad = part.clone()
+            torchs.step()
+        assert torch.equal(found[fqn], torch.stack([m.detach() for m in matrices])), fqn
 
 
 def test_muons_momentum_may_be_bfloat16() -> None:

@@ -11,7 +11,6 @@ import pytest
 from tests import plans
 from tests.harness import Rank, run_ranks
 from titan_planner.ir.execution import CheckpointPolicy
-from titan_planner.ir.parallel import Stage
 from titan_planner.ir.plan import Plan
 from titan_runtime.capabilities import MISSING, unsupported
 from titan_runtime.errors import RunError
@@ -162,16 +161,6 @@ def _asks_for(address: str) -> Plan:
 
     saving = plans.job("out", 10, enable=True).checkpoint
     match address.split(".", 1):
-        case ["fsdp", "strategy"]:
-            plan = plans.tiny_plan(plans.mesh(1, tp=2), model=plans.tiny_moe_model())
-            return replace(plan, fsdp=replace(plan.fsdp, strategy="ddp", units=()))
-        case ["loss", "chunks"]:
-            plan = plans.tiny_plan(plans.mesh(pp=2))
-            return replace(plan, loss=replace(plan.loss, chunks=2))
-        case ["model", "tied"]:
-            plan = plans.tiny_plan(plans.mesh(pp=2), model=plans.tiny_model(tied=True))
-            stages = tuple(Stage(index=index, pp_rank=rank) for index, rank in enumerate((0, 1, 1, 0)))
-            return replace(plan, pipeline=replace(plan.pipeline, stages=stages))
         case ["activation_checkpoint", _]:
             policies = (plans.NO_CHECKPOINT, budget("some", 0.5), budget("more", 0.7))
             names = ("none", "some", "more", "none", "none")
@@ -207,5 +196,5 @@ def test_what_it_does_not_do_yet_it_refuses_by_address(address: str) -> None:
 
 
 def test_all_refusals_come_at_once() -> None:
-    plan = replace(_asks_for("loss.chunks"), data=_asks_for("data.source").data)
-    assert [line.split("`")[1] for line in unsupported(plan)] == ["loss.chunks", "data.source"]
+    plan = replace(_asks_for("expert_parallel.comm_backend"), data=_asks_for("data.source").data)
+    assert [line.split("`")[1] for line in unsupported(plan)] == ["expert_parallel.comm_backend", "data.source"]

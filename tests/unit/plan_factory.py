@@ -71,12 +71,19 @@ def estimate(model: Any, stages: int = 1, step_time_ms: float | None = 1000.0, *
     given: dict[str, Any] = {
         "num_params": num_params(model),
         "flops_per_token": 5.0e10,
+        "flops_per_token_causal": 4.0e10,
         "memory": tuple(memory(stage) for stage in range(stages)),
         "memory_available_gib": 72.0,
         "fits": True,
         "step_time_ms": step_time_ms,
         "tokens_per_second_per_gpu": None if step_time_ms is None else 5.0e6 / step_time_ms,
+        "step_time": None,
+        "bottleneck": None,
+        "tflops_per_gpu": None if step_time_ms is None else 400.0,
         "mfu": None if step_time_ms is None else 0.4,
+        "training_days": None,
+        "training_gpu_hours": None,
+        "training_cost": None,
     }
     return Estimate(**{**given, **values})
 

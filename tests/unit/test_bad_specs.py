@@ -174,6 +174,16 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         GPU.replace("h100-sxm-80gb", "a100-sxm-80gb") + "float8: {recipe: tensorwise}\n",
         [("5:18", "has no Float8")],
     ),
+    (
+        "capacity without experts",
+        GPU + "parallelism: {expert_capacity_factor: 1.5}\n",
+        [("5:39", "the model has no experts")],
+    ),
+    (
+        "capacity of nothing",
+        GPU + "parallelism: {expert_capacity_factor: 0}\n",
+        [("5:39", "must be greater than 0")],
+    ),
     ("mxfp8 on H100", GPU + "float8: {recipe: mxfp8}\n", [("5:18", "has no MXFP8")]),
     (
         "rowwise all-gather",

@@ -192,7 +192,7 @@ def test_schema_models_hardware_completion(capsys):
     assert "8,030,261,248" in run(capsys, "models")[1]
     assert "8,030,261,248" in run(capsys, "models", "llama3:8B")[1]
     rows = {row["model"]: row for row in json.loads(run(capsys, "models", "--json")[1])}
-    assert len(rows) == 7
+    assert len(rows) == 9
     assert rows["debug_moe:debugmodel"]["active"] < rows["debug_moe:debugmodel"]["params"]
     assert run(capsys, "models", "lama3")[0] == 1
     assert "989.4" in run(capsys, "hardware")[1]

@@ -377,3 +377,14 @@ def test_ddp_replicates_over_the_free_ranks():
     assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.pp, mesh.cp) == (4, 1, 1, 1, 1)
     mesh = compile_text(TINY + "parallelism: {data_parallel_strategy: ddp, tensor_parallel_degree: 2}\n").mesh
     assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp) == (2, 1, 2)
+
+
+@pytest.mark.parametrize(("schedule", "moments"), [("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
+def test_a_tied_weight_that_one_rank_holds_twice_has_one_pair_of_moments(schedule, moments):
+    pins = f"{{pipeline_parallel_degree: 8, pipeline_parallel_schedule: {schedule}}}"
+    plan = llama("1B", training="local_batch_size: 16", more=f"parallelism: {pins}\n")
+    assert plan.estimate is not None
+    memory = plan.estimate.memory
+    weight = plan.model.vocab_size * plan.model.dim * 4 / 2**30
+    both = 2 * sum(stage.parameters_gib for stage in memory)
+    assert sum(stage.optimizer_gib for stage in memory) == pytest.approx(both - 2 * weight * (2 - moments), abs=0.02)

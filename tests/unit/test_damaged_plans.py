@@ -210,7 +210,7 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("weight as unit", MOE_PLAN, edit("fsdp.units.1.modules.0", "layers.*.moe.experts.w1"), "no module", "fsdp-units"),
     ("unit in selective", PIPELINE_PLAN, edit("fsdp.units.0.modules.0", "layers.3.feed_forward"), "FSDP unit inside of",
      "ac-nested-units"),
-    ("unknown layer kind", MOE_PLAN, edit("model.blocks.1.block.feed_forward.kind", "mo"), "must be one of `swiglu`, `moe`", None),
+    ("unknown layer kind", MOE_PLAN, edit("model.blocks.1.block.feed_forward.kind", "mo"), "one of `swiglu`, `mlp`, `moe`", None),
     ("field of a kind", MOE_PLAN, drop("model.blocks.1.block.feed_forward.top_k"), "lacks the field `top_k`", None),
     ("too many chosen", MOE_PLAN, edit("model.blocks.1.block.feed_forward.top_k", 9), "more than the 8 experts", None),
     ("router in float8", MOE_PLAN, lambda d: d["float8"].update(
@@ -233,6 +233,8 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ),
     ("float8 without recipe", PIPELINE_PLAN, edit("float8.recipe", None), "`recipe` is null", None),
     ("actions without pp", TINY_PLAN, edit("pipeline.actions", ["F0"]), "a table of actions is given, but pp is 1", "pp-schedule"),
+    ("actions of too few ranks", PIPELINE_PLAN, edit("pipeline.actions", ["0F0"]),
+     "1 rows of actions for 4 pipeline ranks", "pp-actions"),
     ("emulated nothing", TINY_PLAN, edit("float8.emulate", True), "`emulate` is on, but `recipe` is null", None),
     ("recompute, not selective", TINY_PLAN, edit("activation_checkpoint.policies.0.recompute_every_second_matmul", True),
      "goes with mode selective only, but the mode is none", None),
@@ -246,6 +248,13 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("capacity", TINY_PLAN, edit("expert_parallel.capacity_factor", 1.0), "model has no experts", "ep-options"),
     ("forced balance", TINY_PLAN, edit("expert_parallel.force_load_balance", True), "model has no experts", "ep-options"),
     ("float8 hardware", PIPELINE_PLAN, edit("cluster.gpu.float8", False), "has no Float8", "float8-hardware"),
+    (
+        "float8 experts of a dense model",
+        TINY_PLAN,
+        lambda d: d["float8"].update(recipe="mxfp8", emulate=True, experts=["layers.*.moe.experts"]),
+        "matches no experts",
+        "float8-experts",
+    ),
     ("mxfp8 hardware", PIPELINE_PLAN, edit("float8.recipe", "mxfp8"), "has no MXFP8", "float8-hardware"),
     ("float8 dims", PIPELINE_PLAN, edit("model.dim", 4088), "but Float8 needs multiples of 16", "float8-linears"),
     (

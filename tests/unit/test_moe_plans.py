@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +20,19 @@ from titan_planner.ir.inventory import (
     fsdp_dim,
     linear_modules,
     module_names,
+    muon_parameters,
     num_active_params,
     num_params,
     parameters,
 )
 from titan_planner.ir.model import Block, Blocks, Gqa, Model, Moe, RmsNorm, Rope
+from titan_planner.ir.parallel import ExpertParallel
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import ModelOverrides
 from titan_planner.ir.validate import unknown_fields
 from titan_planner.ir.verify import verify
 from titan_planner.models import MODELS, find_model, override
+from titan_planner.render.asked import Asked, asked
 from titan_planner.render.show import show
 from titan_planner.sharding import expert_rows, local_shape, tensor_parallel_rows
 
@@ -166,6 +170,62 @@ def test_ep_is_refused_where_there_are_no_experts() -> None:
         compile_text(MOE.replace("debug_moe", "llama3"))
 
 
+def test_options_of_routing_are_pinned_by_the_spec() -> None:
+    assert (PLAN.expert_parallel.capacity_factor, PLAN.expert_parallel.force_load_balance) == (None, False)
+    pins = "expert_capacity_factor: 1.25, moe_force_load_balance: true, expert_parallel_comm_backend: deepep"
+    plan = compile_text(MOE.replace("expert_parallel_degree: 2", f"expert_parallel_degree: 2, {pins}"))
+    assert plan.expert_parallel == ExpertParallel(comm_backend="deepep", capacity_factor=1.25, force_load_balance=True)
+    assert verify(plan) == ()
+    assert asked(plan, "expert_parallel.capacity_factor") == Asked("parallelism.expert_capacity_factor", 1.25, "pinned")
+    assert asked(PLAN, "expert_parallel.force_load_balance") == Asked(
+        "parallelism.moe_force_load_balance", False, "default"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("expert_capacity_factor", "1.5"),
+        ("moe_force_load_balance", "true"),
+        ("expert_parallel_comm_backend", "hybridep"),
+    ],
+)
+def test_options_of_routing_are_refused_where_there_are_no_experts(name: str, value: str) -> None:
+    with pytest.raises(SpecError, match="the model has no experts") as caught:
+        compile_text(
+            MOE.replace("debug_moe", "llama3").replace("expert_parallel_degree: 2", f"{name}: {value}"),
+        )
+    assert caught.value.complaints[0].address == f"parallelism.{name}"
+
+
+def test_what_checkpointing_keeps_of_experts_is_counted() -> None:
+    block = list(DEBUG.layers())[1]
+    plan = compile_text(MOE + "activation_checkpoint: {mode: selective}\n")
+    policy = plan.activation_checkpoint.policy("selective_op")
+    assert policy is not None
+    assert "aten._grouped_mm.default" in policy.save_ops
+    without = replace(policy, save_ops=tuple(op for op in policy.save_ops if "grouped" not in op))
+    sent = plan.batch.microbatch_size * plan.batch.seq_len * block.feed_forward.top_k
+    # The outputs of w1 and w3 are as wide as an expert, that of w2 as the model; float32.
+    kept = sent * 4 * (2 * block.feed_forward.hidden_dim + DEBUG.dim)
+    assert block_activation_bytes(plan, block, policy) - block_activation_bytes(plan, block, without) == kept
+
+
+def test_muon_keeps_one_moment_of_experts_on_the_ranks_that_share_them() -> None:
+    adam, muon = (compile_text(MOE + f"optimizer: {{name: {name}}}\n") for name in ("AdamW", "Muon"))
+    assert adam.estimate is not None
+    assert muon.estimate is not None
+    held = sum(sharded_numel(adam).values())
+    matrices = muon_parameters(DEBUG)
+    once = sum(
+        p.numel / (adam.mesh.ep * adam.mesh.efsdp if p.is_expert else adam.mesh.fsdp)
+        for p in parameters(DEBUG)
+        if p.fqn in matrices
+    )
+    assert adam.estimate.memory[0].optimizer_gib == pytest.approx(2 * held * 4 / 2**30, abs=6e-4)
+    assert muon.estimate.memory[0].optimizer_gib == pytest.approx((2 * held - once) * 4 / 2**30, abs=6e-4)
+
+
 def test_tensor_parallel_rows_name_modules_that_exist_and_every_weight() -> None:
     for model in (DEBUG, replace(DEBUG, blocks=DEBUG.blocks[1:]), MODELS["llama3"]["debugmodel"]):
         mesh = plans.mesh(2, tp=2, ep=2, etp=2)
@@ -241,6 +301,52 @@ def test_float8_leaves_routers_and_experts_alone_and_says_why() -> None:
     assert reasons["layers.1-5.moe.router.gate"] == "routers compute in float32"
     said = {remark.address: remark.message for remark in plan.remarks if remark.by == "filter_float8"}
     assert said["layers.1-5.moe.experts"] == "no Float8: experts are grouped products over stacked weights, not linears"
+
+
+MXFP8 = MOE.replace("global_batch_size: 8", "global_batch_size: 8, mixed_precision_param: bfloat16")
+
+
+def test_experts_are_converted_where_the_spec_names_them() -> None:
+    plan = compile_text(MXFP8 + "float8: {recipe: mxfp8, emulate: true, grouped_mm_fqns: [layers.2., layers.5.]}\n")
+    assert plan.float8.experts == ("layers.2.moe.experts", "layers.5.moe.experts")
+    assert verify(plan) == ()
+    kept = [r.address for r in plan.remarks if r.kind == "missed" and "grouped_mm_fqns does not name" in r.message]
+    assert kept == ["layers.1.moe.experts", "layers.3-4.moe.experts"]
+    assert "experts of 2 layers" in show(plan, 160)
+    wide = compile_text(MOE + "float8: {recipe: mxfp8, emulate: true, grouped_mm_fqns: [experts]}\n")
+    assert wide.float8.experts == ()
+    assert any("in float32" in r.message for r in wide.remarks if r.address == "layers.1-5.moe.experts")
+
+
+@pytest.mark.parametrize(
+    ("section", "address", "fragment"),
+    [
+        ("recipe: tensorwise, grouped_mm_fqns: [experts]", "float8.grouped_mm_fqns", "in the recipe mxfp8 only"),
+        ("recipe: mxfp8, grouped_mm_fqns: [exprts]", "float8.grouped_mm_fqns[0]", "`exprts` matches no experts"),
+    ],
+)
+def test_experts_that_cannot_be_converted_are_refused(section: str, address: str, fragment: str) -> None:
+    with pytest.raises(SpecError, match=fragment) as caught:
+        compile_text(MXFP8 + f"float8: {{{section}, emulate: true}}\n")
+    assert caught.value.complaints[0].address == address
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"recipe": "rowwise"}, "in the recipe mxfp8 only, not rowwise"),
+        ({"experts": ("layers.0.moe.experts",)}, "matches no experts"),
+        ({}, "grouped products take bfloat16"),
+    ],
+)
+def test_plans_whose_experts_cannot_be_converted_are_refused(changes: dict[str, Any], fragment: str) -> None:
+    float8 = replace(
+        PLAN.float8, **{"recipe": "mxfp8", "emulate": True, "experts": ("layers.1.moe.experts",), **changes}
+    )
+    assert PLAN.fsdp.param_dtype == "float32"
+    found = [c for c in verify(replace(PLAN, float8=float8)) if c.rule == "float8-experts"]
+    assert len(found) == 1
+    assert re.search(fragment, found[0].message)
 
 
 def test_show_tells_how_experts_are_cut() -> None:

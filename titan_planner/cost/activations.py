@@ -7,7 +7,8 @@ their inputs. Fused blocks save what Megatron-LM with Transformer Engine does: l
 norm's result only this rank's part (arXiv 2205.05198, section 4.2.2). tests/contract/test_saved_activations.py holds the
 first two against torch.
 
-A schedule that splits backward keeps all of it until the weights' gradients are computed: torch holds the graph until then.
+A schedule that splits backward keeps all of it until the weights' gradients are computed: torch holds the graph until then,
+and between the halves the gradients at the results of every product with a weight as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import assert_never
 from titan_planner.cost.local import Heads, Local, heads
 from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches
-from titan_planner.ir.model import Attention, Block, FeedForward, Moe, SwiGlu
+from titan_planner.ir.model import Attention, Block, FeedForward, Mlp, Moe, SwiGlu
 
 MATMUL = "aten.mm.default"
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
@@ -117,7 +118,7 @@ def _gradients_in_flight(block: Block, local: Local) -> float:
 def _hidden(feed_forward: FeedForward, local: Local) -> float:
     """Bytes of one result between w1/w3 and w2."""
     match feed_forward:
-        case SwiGlu(hidden_dim=hidden):
+        case SwiGlu(hidden_dim=hidden) | Mlp(hidden_dim=hidden):
             return local.tokens * hidden / local.tp * local.itemsize
         case Moe() as moe:
             routed = local.expert_rows(moe) * moe.hidden_dim / local.etp
@@ -138,6 +139,9 @@ def _eager(block: Block, local: Local) -> Iterator[Saved]:
         case SwiGlu(hidden_dim=hidden):
             yield Saved("feed_forward: input of w1 and w3", local.tokens * local.dim * local.itemsize)
             yield from _eager_swiglu("feed_forward", local.tokens * hidden / local.tp, local)
+        case Mlp(hidden_dim=hidden):
+            yield Saved("feed_forward: input of w1", local.tokens * local.dim * local.itemsize)
+            yield from _mlp("feed_forward", local.tokens * hidden / local.tp, local)
         case Moe() as moe:
             if moe.num_shared_experts or local.itemsize == 4:
                 # In float32 the router's own input is the same tensor.
@@ -182,6 +186,12 @@ def _attention_core(columns: Heads, local: Local) -> Iterator[Saved]:
 
 def _eager_swiglu(name: str, hidden: float, local: Local) -> Iterator[Saved]:
     for what in ("w1's result", "w3's result", "silu of w1's", "input of w2"):
+        yield Saved(f"{name}: {what}", hidden * local.itemsize)
+
+
+def _mlp(name: str, hidden: float, local: Local) -> Iterator[Saved]:
+    """Without a gate: what the activation's backward reads (its argument, or relu's result), and w2's input."""
+    for what in ("argument of the activation", "input of w2"):
         yield Saved(f"{name}: {what}", hidden * local.itemsize)
 
 
@@ -230,6 +240,9 @@ def _compiled(block: Block, local: Local) -> Iterator[Saved]:
         case SwiGlu(hidden_dim=hidden):
             yield Saved("feed_forward: input of w1 and w3", tokens * local.dim * size)
             yield from _compiled_swiglu("feed_forward", tokens * hidden / local.tp, local)
+        case Mlp(hidden_dim=hidden):
+            yield Saved("feed_forward: input of w1", tokens * local.dim * size)
+            yield from _mlp("feed_forward", tokens * hidden / local.tp, local)
         case Moe() as moe:
             if moe.num_shared_experts or size == 4:
                 yield Saved("moe: tokens", tokens * local.dim * size)
@@ -259,6 +272,8 @@ def _fused(block: Block, local: Local) -> Iterator[Saved]:
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
             yield from _compiled_swiglu("feed_forward", local.tokens * hidden / local.tp, local)
+        case Mlp(hidden_dim=hidden):
+            yield from _mlp("feed_forward", local.tokens * hidden / local.tp, local)
         case Moe() as moe:
             rows, sent = local.expert_rows(moe), local.sent_rows(moe)
             yield Saved("moe.router: scores and choices", local.routing_tokens * (moe.num_experts * 8 + moe.top_k * 12))
@@ -308,6 +323,12 @@ def produced(block: Block, local: Local) -> tuple[Produced, ...]:
     return (*_attention_produced(block.attention, local), *_feed_forward_produced(block.feed_forward, local))
 
 
+@functools.lru_cache(maxsize=4096)
+def weight_gradient_inputs(block: Block, local: Local) -> float:
+    """Bytes of the gradients at the results of all products with weights: a split backward holds them from `I` to `W`."""
+    return sum(result.nbytes for result in produced(block, local) if result.op in (MATMUL, GROUPED_MATMUL))
+
+
 def _attention_produced(attention: Attention, local: Local) -> Iterator[Produced]:
     columns, tokens, size, dim = heads(attention, local), local.tokens, local.itemsize, local.dim
     if local.sequence_parallel:
@@ -353,12 +374,16 @@ def _attention_calls(local: Local) -> tuple[float, ...]:
 
 
 def _feed_forward_produced(feed_forward: FeedForward, local: Local) -> Iterator[Produced]:
-    name = "feed_forward" if isinstance(feed_forward, SwiGlu) else "moe"
+    name = "moe" if isinstance(feed_forward, Moe) else "feed_forward"
     if local.sequence_parallel:
         yield Produced(ALL_GATHER, f"{name}: gathered input", local.tokens * local.dim * local.itemsize)
     match feed_forward:
         case SwiGlu(hidden_dim=hidden):
             yield from _swiglu_produced(name, hidden // local.tp, local)
+        case Mlp(hidden_dim=hidden):
+            inside, dim, size = hidden // local.tp, local.dim, local.itemsize
+            yield Produced(MATMUL, f"{name}.w1: result", local.tokens * inside * size, (dim, inside))
+            yield Produced(MATMUL, f"{name}.w2: result", local.tokens * dim * size, (inside, dim), needed=False)
         case Moe() as moe:
             yield from _routed_produced(moe, local)
             if moe.num_shared_experts:

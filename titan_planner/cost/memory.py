@@ -24,6 +24,7 @@ from titan_planner.cost.activations import (
     final_norm_saved,
     output_saved,
     total,
+    weight_gradient_inputs,
 )
 from titan_planner.cost.local import BALANCED, BYTES, Local, heads, local, loss_kernels, worst_imbalance
 from titan_planner.cost.loss import LossBytes, loss_bytes
@@ -34,9 +35,9 @@ from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy
 from titan_planner.ir.fqn import matches, select
 from titan_planner.ir.inventory import Parameter, linear_modules, muon_parameters, parameters
 from titan_planner.ir.model import Block, Model, Moe
-from titan_planner.ir.parallel import FsdpUnit, Mesh
+from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES, FsdpUnit, Mesh
 from titan_planner.ir.plan import Layer, Plan, StageMemory
-from titan_planner.schedules import microbatches_in_flight
+from titan_planner.schedules import Held, Kept, peak_bytes, peaks, work_of
 from titan_planner.sharding import local_shape
 
 STRANDED = 1.0
@@ -57,6 +58,7 @@ class Numel:
     all: int = 0
     experts: int = 0  # of `all`, routed experts' weights, which have data ranks of their own
     muon: int = 0  # of `all`, matrices that Muon takes, and for which it keeps one moment
+    muon_experts: int = 0  # of `muon`, experts'
     float8: int = 0  # of `all`, weights of linears that compute in 8 bits
 
 
@@ -92,6 +94,7 @@ def _numels(model: Model, tp: int, ep: int, etp: int, kv_replicas: int, converte
             all=so_far.all + size,
             experts=so_far.experts + size * parameter.is_expert,
             muon=so_far.muon + size * (parameter.fqn in matrices),
+            muon_experts=so_far.muon_experts + size * (parameter.is_expert and parameter.fqn in matrices),
         )
     found = {"tok_embeddings": counted["tok_embeddings"]}
     number = 0
@@ -243,9 +246,21 @@ def rank_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANCE
         at[rank_of[layer.stage]].append(layer)
     prices: dict[tuple[int, str, int], tuple[float, float]] = {}
     float8 = _float8_working(plan, sizes)
+    points = peaks(work_of(plan.pipeline))
     return tuple(
         _Rank(
-            plan, program, sizes, rank, tuple(layers), elements, blocks, policies, resharded, worst, float8, prices
+            plan,
+            program,
+            sizes,
+            points[rank],
+            tuple(layers),
+            elements,
+            blocks,
+            policies,
+            resharded,
+            worst,
+            float8,
+            prices,
         ).memory()
         for rank, layers in enumerate(at)
     )
@@ -297,7 +312,7 @@ class _Rank:
     plan: Plan
     program: Program
     sizes: Local
-    rank: int
+    points: tuple[Held, ...]  # microbatches held at the rank's fullest moments, by stage
     layers: tuple[Layer, ...]
     elements: dict[str, Numel]
     blocks: dict[str, tuple[int, Block]]
@@ -309,22 +324,30 @@ class _Rank:
 
     def memory(self) -> RankMemory:
         stages = sorted({layer.stage for layer in self.layers})
-        held = self._held(len(stages))
+        split = self.plan.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
+        by_stage, between = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
         kept, working, counted, least = 0.0, 0.0, 0.0, math.inf
         for layer in self.layers:
             if layer.fqn in self.blocks:
                 saved, beside = self._priced(layer)
                 kept += saved
+                by_stage[layer.stage] += saved
+                if split and layer.stage:
+                    between[layer.stage] += weight_gradient_inputs(self.blocks[layer.fqn][1], self.sizes)
                 working = max(working, beside)
                 least = min(least, saved)
             else:
-                counted += self._around(layer)
+                around = self._around(layer)
+                counted += around
+                by_stage[layer.stage] += around
         last = any(layer.fqn == "output" for layer in self.layers)
         loss = self._loss() if last else LossBytes(0.0, 0.0, 0.0)
-        activations = (kept + counted) * held
+        activations = peak_bytes(
+            self.points, [Kept(until_weight=by_stage[stage], between=between[stage]) for stage in stages]
+        )
         # Of all microbatches in flight but the one whose loss is computed now, logits wait too; the last stage runs
         # backward as soon as it can, but in schedules that do all forwards first.
-        waiting = loss.kept * (held - 1) if held > 1 and self._loss_waits() else 0.0
+        waiting = loss.kept * (self.plan.pipeline.microbatches - 1) if self._loss_waits() else 0.0
         static = self._static()
         gradients = self._gradients()
         moments = [
@@ -355,7 +378,7 @@ class _Rank:
         return RankMemory(
             stage=stages[0],
             moments=tuple(moment for moment in moments if moment is not None),
-            experts_worst=self._experts_worst(held),
+            experts_worst=self._experts_worst(stages),
         )
 
     # -------------------------------------------------------------- what is kept for backward
@@ -372,12 +395,6 @@ class _Rank:
                 backward_working(block, self.sizes, policy, number),
             )
         return self.prices[key]
-
-    def _held(self, stages: int) -> float:
-        pipeline = self.plan.pipeline
-        return microbatches_in_flight(
-            pipeline.schedule, self.plan.mesh.pp, self.rank, pipeline.microbatches, max(1, stages)
-        )
 
     def _around(self, layer: Layer) -> float:
         """Of embedding, norm or output, whatever their policy: a checkpoint of one keeps its input instead."""
@@ -403,22 +420,20 @@ class _Rank:
     def _loss_waits(self) -> bool:
         return self.plan.pipeline.schedule in ("GPipe", "LoopedBFS")
 
-    def _experts_worst(self, held: float) -> float:
+    def _experts_worst(self, stages: list[int]) -> float:
         """What the busiest rank would hold more, if every token went to its experts."""
         if self.worst <= self.sizes.imbalance:
             return 0.0
         crowded = replace(self.sizes, imbalance=self.worst)
-        more, working = 0.0, 0.0
+        more, working = dict.fromkeys(stages, 0.0), 0.0
         for layer in self.layers:
-            if layer.fqn in self.blocks:
+            if layer.fqn in self.blocks and isinstance(self.blocks[layer.fqn][1].feed_forward, Moe):
                 number, block = self.blocks[layer.fqn]
-                if isinstance(block.feed_forward, Moe):
-                    policy = self.policies[layer.checkpoint]
-                    more += total(block_saved(block, crowded, policy, number))
-                    more -= total(block_saved(block, self.sizes, policy, number))
-                    extra = backward_working(block, crowded, policy) - backward_working(block, self.sizes, policy)
-                    working = max(working, extra)
-        return more * held + working
+                policy = self.policies[layer.checkpoint]
+                saved, beside = self._priced(layer)
+                more[layer.stage] += total(block_saved(block, crowded, policy, number)) - saved
+                working = max(working, backward_working(block, crowded, policy, number) - beside)
+        return peak_bytes(self.points, [Kept(until_weight=more[stage]) for stage in stages]) + working
 
     # -------------------------------------------------------------- what is held whatever happens
 
@@ -426,15 +441,31 @@ class _Rank:
     def _sums(self) -> Numel:
         """Elements of all modules of this rank, before data parallelism shards them."""
         mine = [self.elements[layer.fqn] for layer in self.layers]
-        return Numel(all=sum(n.all for n in mine), experts=sum(n.experts for n in mine), muon=sum(n.muon for n in mine))
+        return Numel(
+            all=sum(n.all for n in mine),
+            experts=sum(n.experts for n in mine),
+            muon=sum(n.muon for n in mine),
+            muon_experts=sum(n.muon_experts for n in mine),
+        )
 
     @functools.cached_property
     def _sharded(self) -> float:
         """Elements that the rank holds between steps as the plan says."""
-        numel, mesh = self._sums, self.plan.mesh
+        return self._over_ranks(self._sums.all, self._sums.experts)
+
+    @property
+    def _copied(self) -> int:
+        """Elements of a tied weight's second copy on the rank that holds the first as well."""
+        fqns = {layer.fqn for layer in self.layers}
+        both = self.plan.model.tied and {"tok_embeddings", "output"} <= fqns and self.plan.mesh.pp > 1
+        return self.elements["output"].all if both else 0
+
+    def _over_ranks(self, numel: float, experts: float) -> float:
+        """What FSDP leaves a rank of `numel` elements, of which `experts` are sharded over ranks of their own."""
+        mesh = self.plan.mesh
         if self.plan.fsdp.strategy != "fsdp":
-            return float(numel.all)
-        return (numel.all - numel.experts) / mesh.fsdp + numel.experts / mesh.efsdp
+            return float(numel)
+        return (numel - experts) / mesh.fsdp + experts / mesh.efsdp
 
     def _static(self) -> Parts:
         """Parameters and optimizer."""
@@ -449,10 +480,12 @@ class _Rank:
                 local_numel = self._sharded
                 once = 0.0
                 if plan.optimizer.name == "Muon":
-                    once = numel.muon / (plan.mesh.fsdp if plan.fsdp.strategy == "fsdp" else 1)
-                moments = 2 * moment * local_numel - once * moment
+                    once = self._over_ranks(numel.muon, numel.muon_experts)
+                # Where one rank holds a tied weight twice, only the first stage's is trained.
+                trained = local_numel - self._over_ranks(self._copied, 0)
+                moments = 2 * moment * trained - once * moment
                 if program.moment_bytes is not None:
-                    moments = program.moment_bytes * local_numel
+                    moments = program.moment_bytes * trained
                 return Parts(
                     parameters=weight * local_numel, optimizer=moments + program.main_weight_bytes * local_numel
                 )

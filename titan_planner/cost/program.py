@@ -6,7 +6,7 @@ are priced with the same formulas under another `Program`, and marked as what th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 Kernels: TypeAlias = Literal["plan", "eager", "compiled", "fused"]
@@ -18,6 +18,12 @@ DataPolicy: TypeAlias = Literal["plan", "zero1", "zero2", "ddp"]
 and only the optimizer sharded (Megatron's distributed optimizer); gradients sharded too; nothing sharded."""
 
 
+Attention: TypeAlias = Literal["materialised", "first", "second", "third"]
+"""Generation of the attention kernel: scores in memory, as separate products and a softmax (Megatron-LM before 2023);
+FlashAttention and its Triton port (2205.14135); FlashAttention-2 (2307.08691), which torch's SDPA has; FlashAttention-3
+(2407.08608) and cuDNN's kernels for Hopper and later, which Transformer Engine calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Facts about the program that the plan itself does not hold. The default is this runtime."""
@@ -25,14 +31,25 @@ class Program:
     name: str = "titan"
     executable: bool = True  # whether this runtime can do it
     kernels: Kernels = "plan"
+    loss: Kernels = "plan"  # the same for the loss
+    attention: Attention = "second"
+    float8_products: float = (
+        0.8  # torch._scaled_mm over the 8-bit products of Transformer Engine, see docs/cost-model.md
+    )
     data_policy: DataPolicy = "plan"
     weight_bytes: int | None = None  # bytes of a weight that the program holds through the step; None: the plan's dtype
     gradient_bytes: int | None = None  # bytes of a gradient held through the step; None: the plan's dtype
     main_weight_bytes: int = 0  # bytes of a further main copy, sharded with the optimizer (mixed-precision optimizers)
     moment_bytes: int | None = None  # bytes of both moments together; None: the plan's
+    recompute: Literal["needed", "all"] = (
+        "needed"  # only until the last tensor that backward needs, or the whole region
+    )
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
-    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls (async TP, user buffers)
+    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls though the plan does not ask for it
+    tensor_overlap: float = (
+        0.5  # of such a collective, what hides beside its matmul (torch's async TP: 0.36 to 0.57, see docs)
+    )
     graphs: bool = False  # CUDA graphs: no launch overhead
 
 
@@ -41,6 +58,10 @@ MEGATRON = Program(
     name="megatron",
     executable=False,
     kernels="fused",
+    loss="fused",
+    attention="third",
+    float8_products=1.0,
+    recompute="all",
     data_policy="zero1",
     weight_bytes=2,
     gradient_bytes=4,
@@ -49,3 +70,35 @@ MEGATRON = Program(
 )
 """Megatron-LM with its distributed optimizer: bf16 weights, fp32 gradients, fp32 main weights and moments over dp, i.e.
 6 + 12 / dp bytes a parameter (Megatron-LM docs, distributed optimizer)."""
+
+NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True, tensor_overlap=0.8)
+"""NVIDIA's NeMo and Megatron-Bridge recipes for performance: Megatron-LM with tensor-parallel collectives through user
+buffers, which overlap with matmuls (NeMo performance guide, communication overlaps)."""
+
+DDP_MIXED = replace(MEGATRON, name="megatron-ddp", data_policy="ddp")
+"""Megatron-LM without the distributed optimizer: everything whole on every data rank, 18 bytes a parameter (the 45.56 GiB of
+figure 1 in Korthikanti et al. 2022, arXiv 2205.05198, are 18 bytes x 22e9 / 8)."""
+
+DEEPSPEED_ZERO1 = replace(MEGATRON, name="deepspeed-zero1", gradient_bytes=2)
+"""Megatron-DeepSpeed with ZeRO-1 in fp16: weights and gradients of 2 bytes, main weights and moments sharded, i.e.
+4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, P_os)."""
+
+FUSED_FSDP = Program(
+    name="fused-fsdp", executable=False, kernels="fused", loss="fused", attention="third", float8_products=1.0
+)
+"""Fully sharded data parallelism under hand-written kernels: Megatron-FSDP, NeMo AutoModel with Transformer Engine."""
+
+XLA_FSDP = Program(
+    name="xla-fsdp",
+    executable=False,
+    kernels="compiled",
+    loss="compiled",
+    attention="third",
+    float8_products=1.0,
+    graphs=True,
+)
+"""MaxText and PaxML: weights fully sharded, and the whole step compiled to one program without launches from the host."""
+
+COMPOSER = Program(name="composer", executable=False, kernels="fused", loss="eager", attention="first")
+"""MosaicML's Composer with autocast on FSDP: library kernels for norms and activations, Triton's FlashAttention of 2023, an
+eager loss."""

@@ -12,6 +12,7 @@ Conventions, the same in every entry:
 
 from __future__ import annotations
 
+from titan_planner.hardware.efficiencies import efficiency
 from titan_planner.ir.cluster import Gpu
 
 _HOPPER_PAPER = "NVIDIA H100 Tensor Core GPU Architecture white paper, dense columns"
@@ -46,6 +47,7 @@ _ENTRIES = (
         intra_node_link="nvlink3",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("a100-sxm-40gb"),
         source=_lines(
             f"FLOPs, bandwidth, units: {_A100_SHEET}; same 312 in {_TITAN_PEAK}",
             f"memory: {_TORCH_OOM}, 39.38-39.56 GiB",
@@ -67,6 +69,7 @@ _ENTRIES = (
         intra_node_link="nvlink3",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("a100-sxm-80gb"),
         source=_lines(
             f"FLOPs, bandwidth, units: {_A100_SHEET}; same 312 in {_TITAN_PEAK}",
             f"memory: {_TORCH_OOM}, 79.14-79.33 GiB for 80 GB parts",
@@ -88,6 +91,7 @@ _ENTRIES = (
         intra_node_link="pcie-gen4-x16",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("a100-pcie-80gb"),
         source=_lines(
             f"FLOPs, bandwidth, units: {_A100_SHEET}; 300 W, so the peak is held for shorter than on SXM",
             f"memory: {_TORCH_OOM}, 79.14-79.33 GiB for 80 GB parts",
@@ -110,6 +114,7 @@ _ENTRIES = (
         intra_node_link="nvlink3-a800",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("a800-sxm-80gb"),
         source=_lines(
             "all but the link: as a100-sxm-80gb (Reuters, November 2022: same chip, NVLink cut from 600 to 400 GB/s)",
             "memory: taken from a100-sxm-80gb, unverified",
@@ -132,6 +137,7 @@ _ENTRIES = (
         intra_node_link="nvlink4",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("h100-sxm-80gb"),
         source=_lines(
             f"FLOPs, units: {_HOPPER_PAPER}; {_TITAN_PEAK} rounds to 989",
             f"bandwidth: {_H100_SHEET}",
@@ -154,6 +160,7 @@ _ENTRIES = (
         intra_node_link="nvlink4",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("h100-sxm-96gb-hbm2e"),
         source=_lines(
             "what it is: the H100 of TorchTitan's published runs, 96 GB HBM2e, 2.4 TB/s, limited to 500 W"
             " (pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md)",
@@ -180,6 +187,7 @@ _ENTRIES = (
         intra_node_link="pcie-gen5-x16",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("h100-pcie-80gb"),
         source=_lines(
             f"FLOPs, units: {_HOPPER_PAPER}; same 756 in {_TITAN_PEAK}",
             "bandwidth: NVIDIA H100 PCIe product brief PB-11133 (over 2,000 GB/s; 2,039 by clock times bus width)",
@@ -203,6 +211,7 @@ _ENTRIES = (
         intra_node_link="pcie-gen5-x16",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("h100-nvl-94gb"),
         source=_lines(
             f"FLOPs, bandwidth: {_H100_SHEET}, sparse 1,671 and 3,341 halved; {_TITAN_PEAK} has 835",
             f"memory: {_TORCH_OOM}, 93.0-93.1 GiB",
@@ -226,6 +235,7 @@ _ENTRIES = (
         intra_node_link="nvlink4-h800",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("h800-sxm-80gb"),
         source=_lines(
             "all but the link: as h100-sxm-80gb (DeepSeek-V3 technical report, arXiv 2412.19437, trains on it;"
             " FP64 is cut, which training does not use)",
@@ -248,6 +258,7 @@ _ENTRIES = (
         intra_node_link="nvlink4",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("h200-sxm-141gb"),
         source=_lines(
             f"FLOPs: same chip and rates as H100 SXM; 989 in {_TITAN_PEAK}",
             "bandwidth: NVIDIA H200 datasheet (https://www.nvidia.com/en-us/data-center/h200/)",
@@ -270,6 +281,7 @@ _ENTRIES = (
         intra_node_link="nvlink4",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("h20-96gb"),
         source=_lines(
             f"FLOPs: 148 in {_TITAN_PEAK}; fp8 and bandwidth from NVIDIA's H20 datasheet as quoted by resellers,"
             " the datasheet itself unverified",
@@ -293,6 +305,7 @@ _ENTRIES = (
         intra_node_link="nvlink5",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("b200-180gb"),
         source=_lines(
             f"FLOPs: {_BLACKWELL_SHEET}; 2250 in {_TITAN_PEAK}",
             "bandwidth: 7.7 TB/s in pytorch/pytorch pull request 193471 (datasheet), 7.67 by bus width times clock in"
@@ -316,6 +329,7 @@ _ENTRIES = (
         intra_node_link="nvlink5",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("b300-288gb"),
         source=_lines(
             f"FLOPs: {_BLACKWELL_SHEET}; 2250 in {_TITAN_PEAK}. fp4: 108 PFLOPS dense per 8-GPU HGX B300,"
             " unverified; announcements say 105 (13125 per GPU), resellers 14 PFLOPS per GPU",
@@ -340,6 +354,7 @@ _ENTRIES = (
         intra_node_link="nvlink5",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("gb200-186gb"),
         source=_lines(
             f"FLOPs, bandwidth: {_NVL72_PAGE.format('GB200')} (360 PFLOPS sparse BF16, 576 TB/s);"
             f" 2500 in {_TITAN_PEAK}. NVIDIA's dgxc-benchmarking uses 2450 and 4900; resellers print B200's",
@@ -363,6 +378,7 @@ _ENTRIES = (
         intra_node_link="nvlink5",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("gb300-288gb"),
         source=_lines(
             f"FLOPs, bandwidth: {_NVL72_PAGE.format('GB300')} (1,080 PFLOPS dense FP4, 576 TB/s);"
             f" 2500 in {_TITAN_PEAK}",
@@ -387,6 +403,7 @@ _ENTRIES = (
         intra_node_link="pcie-gen4-x16",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("l40s-48gb"),
         source=_lines(
             f"FLOPs, bandwidth, link: NVIDIA L40S datasheet (362.05 | 733 sparse); 362 in {_TITAN_PEAK}",
             f"memory: {_TORCH_OOM}, 44.34-44.52 GiB (error correction on)",
@@ -409,6 +426,7 @@ _ENTRIES = (
         intra_node_link="pcie-gen4-x16",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("rtx-4090-24gb"),
         source=_lines(
             "FLOPs, bandwidth, units: NVIDIA Ada GPU Architecture white paper, RTX 4090, dense with 32-bit"
             " accumulation (twice that with 16-bit accumulation, which training does not use)",
@@ -433,6 +451,7 @@ _ENTRIES = (
         intra_node_link="infinity-fabric-mi300x",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("mi300x-192gb"),
         source=_lines(
             f"FLOPs, bandwidth: AMD Instinct MI300X data sheet; {_TITAN_PEAK} rounds to 1300. Its 8-bit formats are the"
             " fnuz ones",
@@ -455,6 +474,7 @@ _ENTRIES = (
         intra_node_link="infinity-fabric-mi300x",
         backend="nccl",
         device="cuda",
+        efficiency=efficiency("mi325x-256gb"),
         source=_lines(
             f"FLOPs, bandwidth, units: AMD Instinct MI325X data sheet, chip of MI300X; {_TITAN_PEAK} has 1300",
             f"memory: {_TORCH_OOM}, 255.69-255.98 GiB",
@@ -477,6 +497,7 @@ _ENTRIES = (
         intra_node_link="loopback",
         backend="gloo",
         device="cpu",
+        efficiency=efficiency("cpu"),
         source=_lines(
             "all numbers: NOMINAL, of no product: they give MFU a denominator and memory checks a limit",
             "FLOPs: one laptop core, 3.1 GHz x 32 FLOP (two 8-wide fused multiply-adds) = 0.1e12 in float32; a core"

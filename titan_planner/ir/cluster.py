@@ -8,6 +8,24 @@ from titan_planner.ir.record import Field, record
 
 
 @record
+class Efficiency:
+    """How close to its peaks a GPU comes in training. Fitted on measurements; the only numbers of the cost model that are."""
+
+    matmul: Annotated[float, Field("Part of the bf16 peak that large matmuls reach.", gt=0, le=1)]
+    matmul_float8: Annotated[float, Field("Part of the 8-bit peak that large matmuls reach.", gt=0, le=1)]
+    attention: Annotated[float, Field("Part of the bf16 peak that attention reaches in forward.", gt=0, le=1)]
+    attention_backward: Annotated[float, Field("The same in backward.", gt=0, le=1)]
+    memory: Annotated[float, Field("Part of the memory bandwidth that memory-bound kernels reach.", gt=0, le=1)]
+    intra_node: Annotated[float, Field("Part of the link inside a node that collectives reach.", gt=0, le=1)]
+    inter_node: Annotated[float, Field("Part of the link between nodes that collectives reach.", gt=0, le=1)]
+    overlap_slowdown: Annotated[
+        float, Field("By how much computing is slower while a collective runs beside it, as a part of its time.", ge=0)
+    ]
+    launch_us: Annotated[float, Field("Host time to launch one kernel without CUDA graphs, in microseconds.", ge=0)]
+    source: Annotated[str, Field("What the numbers were fitted on.", decision=False)]
+
+
+@record
 class Gpu:
     """One accelerator. All rates are dense peaks (no structured sparsity)."""
 
@@ -26,6 +44,7 @@ class Gpu:
     intra_node_link: Annotated[str, Field("Catalogue name of the link between GPUs of one node.")]
     backend: Annotated[Literal["nccl", "gloo"], Field("torch.distributed backend (RCCL is spelled nccl).")]
     device: Annotated[Literal["cuda", "cpu"], Field("torch device type.")]
+    efficiency: Annotated[Efficiency, Field("How close to its peaks it comes.")]
     source: Annotated[str, Field("Where the numbers come from.", decision=False)]
 
 

@@ -92,6 +92,9 @@ class Float8:
     recipe: Annotated[Float8Recipe | None, Field("Scaling recipe, or null for no Float8.")]
     converted: Annotated[tuple[str, ...], Field("Selectors of the linears that are converted.")]
     skipped: Annotated[tuple[SkippedLinear, ...], Field("Linears that are not, with reasons.")]
+    experts: Annotated[
+        tuple[str, ...], Field("Selectors of stacked experts whose grouped products are converted (mxfp8 only).")
+    ] = ()
     enable_fsdp_float8_all_gather: Annotated[bool, Field("FSDP gathers weights in Float8 (tensorwise only).")]
     precompute_float8_dynamic_scale_for_fsdp: Annotated[
         bool, Field("Compute all scales in one step after the optimizer.")
@@ -99,7 +102,7 @@ class Float8:
     emulate: Annotated[bool, Field("Emulate in high precision where the hardware lacks Float8.")]
 
     def check(self) -> None:
-        if self.recipe is None and (self.converted or self.enable_fsdp_float8_all_gather):
+        if self.recipe is None and (self.converted or self.experts or self.enable_fsdp_float8_all_gather):
             raise InvariantError("recipe", "`recipe` is null, but Float8 linears or a Float8 all-gather are asked for")
         if self.recipe is None and self.emulate:
             raise InvariantError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, assert_never
 
-from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import Mesh
 
 LogicalAxis: TypeAlias = Literal["vocab", "embed", "heads", "kv_heads", "mlp", "norm", "experts", "router"]
@@ -108,7 +108,7 @@ def _attention(prefix: str, attention: Attention, dim: int, plain: Init, deep: I
 def feed_forward_name(feed_forward: FeedForward) -> str:
     """What a block calls its feed-forward layer."""
     match feed_forward:
-        case SwiGlu():
+        case SwiGlu() | Mlp():
             return "feed_forward"
         case Moe():
             return "moe"
@@ -121,6 +121,9 @@ def _feed_forward(block: str, feed_forward: FeedForward, dim: int, plain: Init, 
     match feed_forward:
         case SwiGlu():
             yield from _swiglu(prefix, feed_forward.hidden_dim, dim, plain, deep)
+        case Mlp(hidden_dim=hidden):
+            yield Parameter(f"{prefix}.w1.weight", (hidden, dim), ("mlp", "embed"), plain)
+            yield Parameter(f"{prefix}.w2.weight", (dim, hidden), ("embed", "mlp"), deep)
         case Moe():
             count, hidden = feed_forward.num_experts, feed_forward.hidden_dim
             yield Parameter(f"{prefix}.router.gate.weight", (count, dim), ("router", "embed"), deep)
@@ -147,7 +150,7 @@ def buffers(model: Model) -> tuple[Buffer, ...]:
         match block.feed_forward:
             case Moe(load_balance_coeff=float()) as moe:
                 found.append(Buffer(f"layers.{index}.moe.expert_bias", (moe.num_experts,)))
-            case Moe() | SwiGlu():
+            case Moe() | Mlp() | SwiGlu():
                 pass
             case _:
                 assert_never(block.feed_forward)
@@ -166,9 +169,12 @@ def num_params(model: Model) -> int:
 
 @functools.lru_cache(maxsize=16)
 def muon_parameters(model: Model) -> frozenset[str]:
-    """FQNs of the parameters that Muon takes: matrices between hidden states. Embedding, output, norms are AdamW's."""
+    """FQNs of the parameters that Muon takes: matrices between hidden states, those of experts stacked.
+
+    Embedding, output, routers and norms are AdamW's.
+    """
     return frozenset(
-        p.fqn for p in parameters(model) if len(p.shape) == 2 and "vocab" not in p.axes and not is_router(p.module)
+        p.fqn for p in parameters(model) if len(p.shape) >= 2 and "vocab" not in p.axes and not is_router(p.module)
     )
 
 
@@ -180,7 +186,7 @@ def num_active_params(model: Model) -> int:
         match run.block.feed_forward:
             case Moe() as moe:
                 idle += run.repeat * (moe.num_experts - moe.top_k) * 3 * moe.hidden_dim * model.dim
-            case SwiGlu():
+            case SwiGlu() | Mlp():
                 pass
             case _:
                 assert_never(run.block.feed_forward)
@@ -210,6 +216,14 @@ def _linear_modules(model: Model) -> Mapping[str, tuple[int, int]]:
     if model.tied:
         linears["output"] = (model.vocab_size, model.dim)
     return MappingProxyType(linears)  # cached, so nobody may change it
+
+
+@functools.lru_cache(maxsize=16)
+def expert_modules(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Modules of stacked experts, FQN -> (elements inside an expert, width of the residual stream), in module order."""
+    return MappingProxyType(
+        {p.module: (p.shape[1], p.shape[2]) for p in parameters(model) if p.is_expert and p.axes[1] == "mlp"}
+    )
 
 
 def fsdp_dim(parameter: Parameter, mesh: Mesh) -> int:

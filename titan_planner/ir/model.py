@@ -67,6 +67,20 @@ class SwiGlu:
 
 
 @record
+class Mlp:
+    """w2(activation(w1 x)), two matrices without a gate and without biases."""
+
+    kind: Annotated[Literal["mlp"], Field("Layer kind.")] = "mlp"
+    hidden_dim: Annotated[int, Field("Elements between w1 and w2.", ge=1, le=10**8)]
+    activation: Annotated[
+        Literal["gelu", "relu2"],
+        Field(
+            "gelu: x times the normal distribution's share below x, by the error function; relu2: max(x, 0) squared."
+        ),
+    ]
+
+
+@record
 class Moe:
     """A mixture of SwiGLU experts without biases: a router sends each token to `top_k` of them; shared experts see all.
 
@@ -143,7 +157,7 @@ class Moe:
 
 
 Attention: TypeAlias = Gqa
-FeedForward: TypeAlias = SwiGlu | Moe
+FeedForward: TypeAlias = SwiGlu | Mlp | Moe
 
 
 @record

@@ -91,17 +91,50 @@ class StageMemory:
 
 
 @record
+class StepTime:
+    """Where one optimizer step's time goes, in ms, on the pipeline rank that is busy longest. The parts add up to the step."""
+
+    matmul_ms: Annotated[float, Field("Matrix products, forward and backward.", ge=0)]
+    attention_ms: Annotated[float, Field("Attention itself, forward and backward.", ge=0)]
+    memory_bound_ms: Annotated[float, Field("Norms, activations, rotary embedding, residuals, loss.", ge=0)]
+    float8_casts_ms: Annotated[float, Field("Making 8-bit operands.", ge=0)]
+    recompute_ms: Annotated[float, Field("Computing again what was not kept.", ge=0)]
+    launch_ms: Annotated[float, Field("The device waiting for the host to launch kernels.", ge=0)]
+    data_parallel_ms: Annotated[float, Field("FSDP, HSDP or DDP collectives that nothing hides.", ge=0)]
+    tensor_parallel_ms: Annotated[float, Field("Tensor-parallel collectives that nothing hides.", ge=0)]
+    context_parallel_ms: Annotated[float, Field("Context-parallel exchange that nothing hides.", ge=0)]
+    expert_parallel_ms: Annotated[float, Field("Token dispatch that nothing hides.", ge=0)]
+    bubble_ms: Annotated[float, Field("Waiting for other pipeline stages and for transfers between them.", ge=0)]
+    optimizer_ms: Annotated[float, Field("Gradient norm, clipping and the update.", ge=0)]
+
+
+@record
 class Estimate:
-    """What the planner expects. Times are null where no cost model priced the plan."""
+    """What the planner expects of the plan: counted where things can be counted, else timed with fitted efficiencies."""
 
     num_params: Annotated[int, Field("Trained elements.", ge=1)]
     flops_per_token: Annotated[float, Field("Model FLOPs per token, forward and backward, attention not halved.", gt=0)]
+    flops_per_token_causal: Annotated[
+        float, Field("The same with only the attention that the causal mask leaves.", gt=0)
+    ]
     memory: Annotated[tuple[StageMemory, ...], Field("Memory per stage.")]
     memory_available_gib: Annotated[float, Field("Device memory less the headroom asked for.", gt=0)]
     fits: Annotated[bool, Field("Whether every stage fits.")]
-    step_time_ms: Annotated[float | None, Field("Time of one optimizer step.", gt=0)]
+    step_time_ms: Annotated[float | None, Field("Time of one optimizer step; null when it was not priced.", gt=0)]
+    step_time: Annotated[StepTime | None, Field("Where that time goes.")]
+    bottleneck: Annotated[
+        str | None, Field("What takes most of the step beside matmuls and attention, a field of step_time.")
+    ]
     tokens_per_second_per_gpu: Annotated[float | None, Field("Tokens per second and GPU.", gt=0)]
-    mfu: Annotated[float | None, Field("Model FLOPs utilisation, 0 to 1.", gt=0)]
+    tflops_per_gpu: Annotated[float | None, Field("Model FLOPs per second and GPU (attention not halved), 1e12.", gt=0)]
+    mfu: Annotated[
+        float | None, Field("Model FLOPs utilisation: tflops_per_gpu over the GPU's peak in bf16, 0 to 1.", gt=0)
+    ]
+    training_days: Annotated[float | None, Field("Days for the token budget; null without one.", gt=0)]
+    training_gpu_hours: Annotated[float | None, Field("GPU-hours for the token budget; null without one.", gt=0)]
+    training_cost: Annotated[
+        float | None, Field("Price of those, in the currency of the cluster's price; null without one.", ge=0)
+    ]
 
     @property
     def peak_memory_gib(self) -> float:

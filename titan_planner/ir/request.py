@@ -120,6 +120,22 @@ class LinkSpec:
 
 
 @record
+class EfficiencySpec:
+    """How close to its peaks the GPU comes here, as `titan-plan calibrate` fits it. What is absent is the catalogue's."""
+
+    matmul: Annotated[float | None, Field("Part of the bf16 peak that large matmuls reach.", gt=0, le=1)] = None
+    matmul_float8: Annotated[float | None, Field("Part of the 8-bit peak that large matmuls reach.", gt=0, le=1)] = None
+    attention: Annotated[float | None, Field("Part of the bf16 peak in attention's forward.", gt=0, le=1)] = None
+    attention_backward: Annotated[float | None, Field("The same in backward.", gt=0, le=1)] = None
+    memory: Annotated[float | None, Field("Part of the memory bandwidth reached.", gt=0, le=1)] = None
+    intra_node: Annotated[float | None, Field("Part of the link inside a node reached.", gt=0, le=1)] = None
+    inter_node: Annotated[float | None, Field("Part of the link between nodes reached.", gt=0, le=1)] = None
+    overlap_slowdown: Annotated[float | None, Field("Slowdown of computing beside a collective.", ge=0)] = None
+    launch_us: Annotated[float | None, Field("Host time to launch one kernel, microseconds.", ge=0)] = None
+    source: Annotated[str | None, Field("What they were fitted on.")] = None
+
+
+@record
 class ClusterSpec:
     """The machines."""
 
@@ -130,6 +146,7 @@ class ClusterSpec:
     intra_node: Annotated[str | LinkSpec | None, Field("Link inside a node; the GPU's own when absent.")] = None
     inter_node: Annotated[str | LinkSpec | None, Field("Link between nodes; needed when nodes > 1.")] = None
     price_per_gpu_hour: Annotated[float | None, Field("Price of one GPU for one hour.", ge=0)] = None
+    efficiency: Annotated[EfficiencySpec | None, Field("Calibrated efficiencies; the catalogue's when absent.")] = None
 
     def check(self) -> None:
         if self.node is None and self.gpu is None:
@@ -246,6 +263,13 @@ class ParallelismSpec:
     expert_tensor_parallel_degree: Annotated[Auto | int, Field("1, or equal to the tensor degree.", ge=1, le=10**7)] = (
         "auto"
     )
+    expert_parallel_comm_backend: Annotated[
+        Literal["standard", "deepep", "hybridep"], Field("Implementation of token dispatch.")
+    ] = "standard"
+    expert_capacity_factor: Annotated[
+        float | None, Field("Tokens an expert takes, as a multiple of the mean; absent drops none.", gt=0)
+    ] = None
+    moe_force_load_balance: Annotated[bool, Field("Route round-robin: for measurements only.")] = False
     fsdp_reshard_after_forward: Annotated[
         Auto | Literal["always", "never", "default"] | int,
         Field("Free gathered parameters after forward; default: unless there is a pipeline.", ge=2, le=10**7),
@@ -344,6 +368,9 @@ class Float8Spec:
         Field(
             "Linears that stay in high precision: parts of FQNs, or auto_filter_small_kn for those too small to gain."
         ),
+    ] = ()
+    grouped_mm_fqns: Annotated[
+        tuple[str, ...], Field("Experts whose grouped products run in the recipe (mxfp8 only): parts of FQNs.")
     ] = ()
     enable_fsdp_float8_all_gather: Annotated[bool, Field("FSDP gathers in Float8 (tensorwise only).")] = False
     precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, Field("One step for all scales.")] = False
@@ -464,6 +491,14 @@ class LimitsSpec:
     memory_headroom: Annotated[float, Field("Part of device memory that stays free.", ge=0, lt=1)] = 0.1
     keep_tp_in_node: Annotated[bool, Field("Never let tensor parallelism span nodes.")] = True
     max_tp: Annotated[int | None, Field("Largest tensor degree.", ge=1, le=10**7)] = None
+    expert_imbalance: Annotated[
+        float,
+        Field(
+            "Rows of the busiest expert rank over the mean, for estimates; 1 where routing is forced even.",
+            ge=1,
+            le=1000,
+        ),
+    ] = 1.1
 
 
 Objective: TypeAlias = Literal["max_throughput", "min_gpus", "min_cost", "min_memory"]

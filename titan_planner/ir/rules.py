@@ -11,8 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from titan_planner.ir.actions import parse_actions
+from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import (
+    expert_modules,
     is_router,
     linear_modules,
     module_names,
@@ -20,7 +23,7 @@ from titan_planner.ir.inventory import (
     sharding_targets,
     top_level_modules,
 )
-from titan_planner.ir.model import Gqa, Model, Moe, SwiGlu
+from titan_planner.ir.model import Gqa, Mlp, Model, Moe, SwiGlu
 from titan_planner.ir.parallel import MULTI_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 from titan_planner.ir.plan import Plan
 
@@ -268,7 +271,7 @@ def _tp_dims(plan: Plan) -> Iterator[Violation]:
     tp = plan.mesh.tp
     for run in plan.model.blocks:
         match run.block.feed_forward:
-            case SwiGlu(hidden_dim=hidden) if hidden % tp:
+            case SwiGlu(hidden_dim=hidden) | Mlp(hidden_dim=hidden) if hidden % tp:
                 yield Violation(
                     "mesh.tp",
                     f"tp = {tp} does not divide the feed-forward width {hidden}",
@@ -435,6 +438,12 @@ def _experts(plan: Plan) -> Iterator[Violation]:
 def _expert_options(plan: Plan) -> Iterator[Violation]:
     if mixtures(plan.model):
         return
+    if plan.expert_parallel.comm_backend != "standard":
+        yield Violation(
+            "expert_parallel.comm_backend",
+            f"`comm_backend` is {plan.expert_parallel.comm_backend}, but the model has no experts",
+            "use standard",
+        )
     if plan.expert_parallel.capacity_factor is not None:
         yield Violation(
             "expert_parallel.capacity_factor",
@@ -527,7 +536,7 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
 def _microbatches(plan: Plan) -> Iterator[Violation]:
     pipe, pp = plan.pipeline, plan.mesh.pp
     count, stages = pipe.microbatches, len(pipe.stages)
-    if pp == 1 or pipe.schedule is None:
+    if pp == 1 or pipe.schedule is None or pipe.actions is not None:  # a table of actions replaces the schedule
         return
     if pipe.schedule in ("1F1B", "DualPipeV") and count < stages:
         yield Violation(
@@ -545,17 +554,41 @@ def _microbatches(plan: Plan) -> Iterator[Violation]:
         )
 
 
+@_rule("pp-actions", "A table of actions computes everything once, where its stage lies, in an order that can run.")
+def _actions(plan: Plan) -> Iterator[Violation]:
+    pipe = plan.pipeline
+    if plan.mesh.pp == 1 or pipe.actions is None:
+        return
+    try:
+        parse_actions(pipe.actions, tuple(stage.pp_rank for stage in pipe.stages), pipe.microbatches)
+    except InvariantError as error:
+        yield Violation("pipeline.actions", error.message, error.hint)
+
+
+def splits_backward(plan: Plan) -> str | None:
+    """Name of what makes the pipeline split backwards into gradients of inputs and of weights; None if it does not."""
+    pipe = plan.pipeline
+    if pipe.actions is None or plan.mesh.pp == 1:
+        return pipe.schedule if pipe.schedule in SPLIT_BACKWARD_SCHEDULES else None
+    try:
+        order = parse_actions(pipe.actions, tuple(stage.pp_rank for stage in pipe.stages), pipe.microbatches)
+    except InvariantError:
+        return None  # `pp-actions` says what is wrong with it
+    return "a table of actions with I and W" if order.splits_backward else None
+
+
 @_rule("pp-split-backward-reshard", "Zero-bubble and V schedules keep FSDP parameters gathered until backward.")
 def _split_backward(plan: Plan) -> Iterator[Violation]:
     # torch 2.13 looks for the weights of a stage when it has computed the gradients of its inputs. By then FSDP has put the
     # shards back, which are not in the graph, so no weight is found and no weight gradient is computed, without an error.
-    if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES or plan.fsdp.strategy != "fsdp":
+    name = splits_backward(plan)
+    if name is None or plan.fsdp.strategy != "fsdp":
         return
     for index, unit in enumerate(plan.fsdp.units):
         if unit.reshard_after_forward is not False:
             yield Violation(
                 f"fsdp.units[{index}].reshard_after_forward",
-                f"{plan.pipeline.schedule} with FSDP units that reshard after forward trains wrong without an error",
+                f"{name} with FSDP units that reshard after forward trains wrong without an error",
                 "set reshard_after_forward to false (never)",
             )
             return
@@ -564,13 +597,14 @@ def _split_backward(plan: Plan) -> Iterator[Violation]:
 @_rule("pp-split-backward-selective", "Zero-bubble and V schedules do not checkpoint selectively.")
 def _split_backward_selective(plan: Plan) -> Iterator[Violation]:
     # They run backward twice over a stage, for inputs and for weights, and torch's selective checkpointing allows one.
-    if plan.pipeline.schedule not in SPLIT_BACKWARD_SCHEDULES:
+    name = splits_backward(plan)
+    if name is None:
         return
     used = {layer.checkpoint for layer in plan.layers}
     if any(policy.mode == "selective" and policy.name in used for policy in plan.activation_checkpoint.policies):
         yield Violation(
             "activation_checkpoint.policies",
-            f"{plan.pipeline.schedule} runs backward twice over a stage, which selective checkpointing does not allow",
+            f"{name} runs backward twice over a stage, which selective checkpointing does not allow",
             "use the checkpointing mode full or none, or the schedule Interleaved1F1B",
         )
 
@@ -725,13 +759,14 @@ def _nested_units(plan: Plan) -> Iterator[Violation]:
                 return
 
 
-@_rule("float8-hardware", "Float8 runs on GPUs that have it, or is emulated; MXFP8 is never emulated.")
+@_rule("float8-hardware", "Float8 and MXFP8 run on GPUs that have them, or are emulated.")
 def _float8_hardware(plan: Plan) -> Iterator[Violation]:
     gpu, float8 = plan.cluster.gpu, plan.float8
     if float8.recipe == "mxfp8":
-        if not gpu.mxfp8:
+        if not (gpu.mxfp8 or float8.emulate):
+            instead = "tensorwise" if gpu.float8 else "no Float8"
             yield Violation(
-                "float8.recipe", f"{gpu.name} has no MXFP8", "use tensorwise" if gpu.float8 else "use no Float8"
+                "float8.recipe", f"{gpu.name} has no MXFP8", f"use {instead}, or `emulate: true` to try the numerics"
             )
     elif float8.recipe is not None and not (gpu.float8 or float8.emulate):
         yield Violation(
@@ -801,13 +836,14 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
 
 @_rule(
     "float8-tokens",
-    "Float8 matmuls run over tokens in multiples of 16 (MXFP8: 32), as their kernels do; not if emulated.",
+    "Float8 matmuls run over tokens in multiples of 16, as their kernels do, not if emulated; MXFP8 over blocks of 32.",
 )
 def _float8_tokens(plan: Plan) -> Iterator[Violation]:
     float8 = plan.float8
-    if float8.recipe is None or float8.emulate or not float8.converted:
+    block = float8_token_block(float8.recipe, float8.emulate)
+    if block == 1 or not float8.converted:
         return
-    name, block = ("MXFP8", 32) if float8.recipe == "mxfp8" else ("Float8", 16)
+    name = "MXFP8" if float8.recipe == "mxfp8" else "Float8"
     tokens = plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
     if "output" in float8.converted and tokens % (block * plan.loss.chunks):
         yield Violation(
@@ -821,6 +857,55 @@ def _float8_tokens(plan: Plan) -> Iterator[Violation]:
             f"a rank's microbatch has {tokens} tokens, but {name} needs a multiple of {block}",
             f"use a sequence length that is a multiple of {block * plan.mesh.cp}",
         )
+
+
+@_rule(
+    "float8-experts",
+    "Grouped products of experts run in MXFP8 only, in bfloat16 besides, with local dims that are multiples of 32.",
+)
+def _float8_experts(plan: Plan) -> Iterator[Violation]:
+    float8 = plan.float8
+    if not float8.experts:
+        return
+    if float8.recipe != "mxfp8":
+        yield Violation(
+            "float8.recipe",
+            f"experts' grouped products run in the recipe mxfp8 only, not {float8.recipe}",
+            "use mxfp8, or leave `experts` empty",
+        )
+        return
+    modules = expert_modules(plan.model)
+    for index, selector in enumerate(float8.experts):
+        found = select(selector, modules)
+        if not found:
+            yield Violation(
+                f"float8.experts[{index}]", f"the selector `{selector}` matches no experts of the model", "remove it"
+            )
+        for fqn in found:
+            obstacle = mxfp8_experts_obstacle(plan, fqn)
+            if obstacle is not None:
+                yield Violation(
+                    f"float8.experts[{index}]", f"`{fqn}` cannot run in MXFP8: {obstacle}", f"remove `{selector}`"
+                )
+                break
+
+
+def mxfp8_experts_obstacle(plan: Plan, fqn: str) -> str | None:
+    """Why the grouped products of the experts `fqn` cannot run in MXFP8, or None."""
+    if plan.fsdp.param_dtype != "bfloat16":
+        return f"its grouped products take bfloat16, but parameters are computed with in {plan.fsdp.param_dtype}"
+    hidden, dim = expert_modules(plan.model)[fqn]
+    hidden //= plan.mesh.etp
+    if hidden % 32 or dim % 32:
+        return f"the local shape of an expert, {hidden} x {dim}, is no multiple of 32"
+    return None
+
+
+def float8_token_block(recipe: str | None, emulate: bool) -> int:
+    """What the tokens of a Float8 matmul must be a multiple of."""
+    if recipe == "mxfp8":
+        return 32  # tokens share scales in the gradient of a weight, however it is computed
+    return 1 if recipe is None or emulate else 16
 
 
 def float8_all_gather_obstacle(plan: Plan, fqn: str, out_features: int) -> str | None:
@@ -1018,4 +1103,14 @@ def rule(rule_id: str) -> Rule | None:
     return next((entry for entry in RULES if entry.id == rule_id), None)
 
 
-__all__ = ["RULES", "Rule", "Violation", "divisors", "float8_all_gather_obstacle", "rule"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "Violation",
+    "divisors",
+    "float8_all_gather_obstacle",
+    "float8_token_block",
+    "mxfp8_experts_obstacle",
+    "rule",
+    "splits_backward",
+]

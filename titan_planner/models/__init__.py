@@ -6,15 +6,20 @@ import difflib
 from dataclasses import replace
 
 from titan_planner.ir.errors import InvariantError
-from titan_planner.ir.model import Blocks, Gqa, Model, RopeScaling, SwiGlu
+from titan_planner.ir.model import Blocks, Gqa, Mlp, Model, RopeScaling, SwiGlu
 from titan_planner.ir.request import ModelOverrides, RopeScalingSpec
-from titan_planner.models import debug_moe, llama3
+from titan_planner.models import debug_mlp, debug_moe, llama3
 
-MODELS: dict[str, dict[str, Model]] = {"llama3": llama3.FLAVORS, "debug_moe": debug_moe.FLAVORS}
+MODELS: dict[str, dict[str, Model]] = {
+    "llama3": llama3.FLAVORS,
+    "debug_moe": debug_moe.FLAVORS,
+    "debug_mlp": debug_mlp.FLAVORS,
+}
 FAMILY_ALIASES = {"llama3.1": "llama3", "llama3.2": "llama3", "llama-3": "llama3", "llama-3.1": "llama3"}
 FLAVOR_ALIASES: dict[str, dict[str, str]] = {
     "llama3": llama3.FLAVOR_ALIASES,
     "debug_moe": debug_moe.FLAVOR_ALIASES,
+    "debug_mlp": debug_mlp.FLAVOR_ALIASES,
 }
 
 
@@ -69,7 +74,7 @@ def override(model: Model, changes: ModelOverrides) -> Model:
         attention = Gqa(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rope=rope)
         norm = run.block.norm if changes.norm_eps is None else replace(run.block.norm, eps=changes.norm_eps)
         feed_forward = run.block.feed_forward
-        if changes.hidden_dim is not None and isinstance(feed_forward, SwiGlu):
+        if changes.hidden_dim is not None and isinstance(feed_forward, SwiGlu | Mlp):
             feed_forward = replace(feed_forward, hidden_dim=changes.hidden_dim)
         block = replace(run.block, attention=attention, feed_forward=feed_forward, norm=norm)
         blocks.append(Blocks(repeat=run.repeat, block=block))

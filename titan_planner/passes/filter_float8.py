@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from titan_planner.ir.execution import SkippedLinear
 from titan_planner.ir.fqn import fold, pattern_matches
-from titan_planner.ir.inventory import is_router, linear_modules, parameters
+from titan_planner.ir.inventory import expert_modules, is_router, linear_modules, parameters
 from titan_planner.ir.plan import Plan
-from titan_planner.ir.rules import float8_all_gather_obstacle
+from titan_planner.ir.rules import float8_all_gather_obstacle, float8_token_block, mxfp8_experts_obstacle
 from titan_planner.passes.context import Context
 from titan_planner.sharding import local_shape
 
@@ -37,24 +37,36 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
     patterns = [p for p in asked.filter_fqns if p != AUTO_FILTER]
     block = 32 if recipe == "mxfp8" else 16
     tokens = plan.batch.microbatch_size * plan.batch.seq_len // plan.mesh.cp
-    if tokens % block and not asked.emulate:
-        ctx.missed("float8", f"a rank's microbatch has {tokens} tokens, which is not a multiple of {block}")
+    rows = float8_token_block(recipe, asked.emulate)
+    if tokens % rows:
+        ctx.missed("float8", f"a rank's microbatch has {tokens} tokens, which is not a multiple of {rows}")
         return plan
     local = {p.module: local_shape(p, plan.mesh, plan.tensor_parallel.kv_replicas) for p in parameters(plan.model)}
     converted: list[str] = []
     skipped: dict[str, list[str]] = {}
+    skipped_experts: dict[str, list[str]] = {}
     for fqn, (n, k) in linear_modules(plan.model).items():
         local_n, local_k = local.get(fqn, (n, k))[:2]
         reason = _reason(fqn, local_n, local_k, patterns, _TOO_SMALL.get(recipe) if auto else None, block)
         if reason is None and asked.enable_fsdp_float8_all_gather and plan.fsdp.strategy == "fsdp":
             reason = float8_all_gather_obstacle(plan, fqn, n)
-        if reason is None and fqn == "output" and tokens % (block * plan.loss.chunks) and not asked.emulate:
-            reason = f"it sees {tokens} tokens in {plan.loss.chunks} chunks, which are no multiples of {block}"
+        if reason is None and fqn == "output" and rows > 1 and tokens % (rows * plan.loss.chunks):
+            reason = f"it sees {tokens} tokens in {plan.loss.chunks} chunks, which are no multiples of {rows}"
         if reason is None:
             converted.append(fqn)
         else:
             skipped.setdefault(reason, []).append(fqn)
-    if not converted:
+    experts: list[str] = []
+    for fqn in expert_modules(plan.model):
+        obstacle: str | None = "experts are grouped products over stacked weights, not linears"
+        if recipe == "mxfp8":
+            named = any(pattern_matches(part, fqn) for part in asked.grouped_mm_fqns)
+            obstacle = mxfp8_experts_obstacle(plan, fqn) if named else "grouped_mm_fqns does not name them"
+        if obstacle is None:
+            experts.append(fqn)
+        else:
+            skipped_experts.setdefault(obstacle, []).append(fqn)
+    if not converted and not experts:
         ctx.missed("float8", "every linear is filtered or too small to gain: nothing is converted")
         return plan
     count = sum(len(fqns) for fqns in skipped.values())
@@ -62,14 +74,18 @@ def filter_float8(plan: Plan, ctx: Context) -> Plan:
     for reason, fqns in skipped.items():
         for selector in fold(fqns):
             ctx.missed(selector, f"no Float8: {reason}")
-    for selector in fold(dict.fromkeys(p.module for p in parameters(plan.model) if p.is_expert)):
-        ctx.missed(selector, "no Float8: experts are grouped products over stacked weights, not linears")
+    for selector in fold(experts):
+        ctx.applied(selector, f"{recipe}: grouped products")
+    for reason, fqns in skipped_experts.items():
+        for selector in fold(fqns):
+            ctx.missed(selector, f"no Float8: {reason}")
     return replace(
         plan,
         float8=replace(
             plan.float8,
             recipe=recipe,
             converted=fold(converted),
+            experts=fold(experts),
             skipped=tuple(
                 SkippedLinear(module=selector, reason=reason)
                 for reason, fqns in skipped.items()

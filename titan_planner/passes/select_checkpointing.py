@@ -8,15 +8,16 @@ from titan_planner.cost.estimate import estimate
 from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy
 from titan_planner.ir.fqn import fold, pattern_matches
 from titan_planner.ir.inventory import linear_modules
-from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import ActivationCheckpointSpec
+from titan_planner.ir.rules import splits_backward
 from titan_planner.passes.context import Context
 
 FULL = replace(KEEP_ALL, name="full", mode="full")
 
 SAVE_OPS = (
     "aten.mm.default",
+    "aten._grouped_mm.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -27,7 +28,7 @@ SAVE_OPS = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 )
-"""Ops that cost much to recompute: matmuls, attention, Float8's amax, and collectives (TorchTitan's per-op list)."""
+"""Ops that cost much to recompute: matmuls, grouped ones of experts, attention, Float8's amax, and collectives."""
 
 
 def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
@@ -39,7 +40,7 @@ def select_checkpointing(plan: Plan, ctx: Context) -> Plan:
         return chosen
     tried = []
     # Schedules that split backward cannot checkpoint selectively (rule pp-split-backward-selective).
-    split = plan.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
+    split = splits_backward(plan) is not None
     for policy in (KEEP_ALL, FULL) if split else (KEEP_ALL, _selective(plan, asked), FULL):
         candidate = _uniform(plan, policy)
         result = estimate(candidate)

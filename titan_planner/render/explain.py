@@ -20,6 +20,7 @@ from titan_planner.ir.plan import Plan, Remark
 from titan_planner.ir.record import field_descriptors, field_types
 from titan_planner.render import values
 from titan_planner.render.asked import SPEC_ADDRESSES, Asked, asked
+from titan_planner.render.derivation import derivation
 from titan_planner.render.modules import Modules, policy_words, reshard_words
 from titan_planner.render.show import (
     MEMORY_PARTS,
@@ -484,7 +485,8 @@ def _facts(plan: Plan, modules: Modules, address: str) -> Iterator[tuple[str, st
             peak, available = plan.estimate.peak_memory_gib, plan.estimate.memory_available_gib
             fits = "fits" if plan.estimate.fits else "does NOT fit"
             yield "peak memory", f"{peak:.2f} of {available:.2f} GiB: {fits}"
-            for memory in plan.estimate.memory:
+            yield from derivation(plan, name)
+            for memory in plan.estimate.memory if name in ("", "memory", "peak_memory_gib", "fits") else ():
                 parts = [(word, getattr(memory, part)) for part, word in MEMORY_PARTS.items()]
                 words = ", ".join(f"{word} {size:.2f}" for word, size in parts if size)
                 yield f"stage {memory.stage}", words

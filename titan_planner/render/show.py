@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 from titan_planner.ir.codec import digest, encode
-from titan_planner.ir.fqn import fold
-from titan_planner.ir.inventory import num_params
+from titan_planner.ir.fqn import fold, select
+from titan_planner.ir.inventory import expert_modules, num_params
 from titan_planner.ir.parallel import AXES
-from titan_planner.ir.plan import Plan, StageMemory
+from titan_planner.ir.plan import Plan, StageMemory, StepTime
 from titan_planner.render import values
 from titan_planner.render.asked import summary
 from titan_planner.render.modules import Group, Modules, Weight, policy_words, reshard_words
@@ -103,8 +103,6 @@ def show_json(plan: Plan) -> dict[str, Any]:
         else {
             **{name: part for name, part in encode(estimate).items() if name != "memory"},
             "peak_memory_gib": estimate.peak_memory_gib,
-            "training_days": _training(plan)[0],
-            "training_cost": _training(plan)[1],
         },
         "remarks": {kind: counts[kind] for kind in ("applied", "missed", "analysis")},
     }
@@ -270,8 +268,10 @@ def float8_words(plan: Plan, modules: Modules) -> str:
     """The recipe and how many linears it covers."""
     if plan.float8.recipe is None:
         return "off"
+    experts = [fqn for selector in plan.float8.experts for fqn in select(selector, expert_modules(plan.model))]
     converted = sum(1 for name in modules.linears if (status := modules.float8(name)) and status.converted)
     options = [
+        *([f"experts of {len(experts)} layers"] if experts else []),
         *(["Float8 all-gather"] if plan.float8.enable_fsdp_float8_all_gather else []),
         *(["scales precomputed"] if plan.float8.precompute_float8_dynamic_scale_for_fsdp else []),
         *(["emulated"] if plan.float8.emulate else []),
@@ -357,19 +357,24 @@ def _estimate(plan: Plan, style: Style, width: int) -> list[str]:
     available = values.quantity("_gib", estimate.memory_available_gib)
     peak = values.quantity("_gib", estimate.peak_memory_gib)
     rows.append((values.LABELS["peak_memory_gib"], f"{peak} of {available} available: {fits}"))
+    if estimate.step_time is not None:
+        parts = step_parts(estimate.step_time)
+        rows.append(("spent on", ", ".join(f"{name} {share:.0%}" for name, share in parts)))
     rows.append(("model FLOPs", f"{values.count(estimate.flops_per_token)} a token"))
-    days, cost = _training(plan)
-    if days is not None and plan.job.token_budget is not None:
-        price = f", {values.count(cost)} in the currency of the price" if cost is not None else ""
-        rows.append(("whole training", f"{values.count(plan.job.token_budget)} tokens: {days:,.1f} days{price}"))
+    if estimate.training_days is not None and plan.job.token_budget is not None:
+        price = estimate.training_cost
+        cost = f", {values.count(price)} in the currency of the price" if price is not None else ""
+        hours = f", {values.count(estimate.training_gpu_hours)} GPU-hours" if estimate.training_gpu_hours else ""
+        budget = values.count(plan.job.token_budget)
+        rows.append(("whole training", f"{budget} tokens: {estimate.training_days:,.1f} days{hours}{cost}"))
     return table(rows, width=width)
 
 
-def _training(plan: Plan) -> tuple[float | None, float | None]:
-    """Days and cost of the token budget at the estimated speed; None where a number is lacking."""
-    budget, speed = plan.job.token_budget, plan.estimate.tokens_per_second_per_gpu if plan.estimate else None
-    if budget is None or speed is None:
-        return None, None
-    gpus, price = plan.cluster.num_gpus, plan.cluster.price_per_gpu_hour
-    hours = budget / (speed * gpus) / 3600
-    return hours / 24, None if price is None else hours * gpus * price
+def step_parts(spent: StepTime) -> list[tuple[str, float]]:
+    """What the step is spent on, as parts of it, the largest first; less than half a percent is left out."""
+    total = sum(getattr(spent, name) for name in StepTime.__dataclass_fields__)
+    shares = [
+        (name.removesuffix("_ms").replace("_", " "), getattr(spent, name) / total)
+        for name in StepTime.__dataclass_fields__
+    ]
+    return sorted((entry for entry in shares if entry[1] >= 0.005), key=lambda entry: -entry[1])

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_planner.ir.plan import Plan
+from titan_runtime.collectives import Ranks, SumGradient, ranks_of
 from titan_runtime.modules.moe import GroupedExperts, MixtureOfExperts, run_experts
 
 
@@ -26,8 +27,9 @@ def apply_experts(module: nn.Module, plan: Plan, world: DeviceMesh, experts: Dev
     """Set the plan's routing options, and spread every layer's experts over the ep and etp ranks of the mesh `experts`.
 
     Experts become DTensors sharded on their first dim over ep, and inside as tp cuts a SwiGLU over etp; FSDP shards them
-    further, over the ranks with the same ones. Whole experts (etp 1) under tensor parallelism: all tensor ranks have the
-    same tokens, so each routes a part of them, and what they have is added up on leaving the layer.
+    further, over the ranks with the same ones, and DDP leaves them whole there. Whole experts (etp 1) under tensor
+    parallelism: all tensor ranks have the same tokens, so each routes a part of them, and what they have is added up on
+    leaving the layer.
     """
     options, degrees = plan.expert_parallel, plan.mesh
     for _, part in mixtures(module):
@@ -37,7 +39,10 @@ def apply_experts(module: nn.Module, plan: Plan, world: DeviceMesh, experts: Dev
             part.token_part = (world.get_local_rank("tp"), degrees.tp)
             COUNTED_OVER[part] = world.get_group("tp")
         if experts is not None:
-            _spread(part.experts, experts, degrees.etp > 1)
+            # Data parallelism shards experts over efsdp and sums their gradients there, but not the one that replicates:
+            # it knows dp_replicate alone.
+            replicated = plan.fsdp.strategy == "ddp" and degrees.efsdp > 1
+            _spread(part.experts, experts, inside=degrees.etp > 1, replicated=replicated)
 
 
 COUNTED_OVER: WeakKeyDictionary[MixtureOfExperts, dist.ProcessGroup] = WeakKeyDictionary()
@@ -46,8 +51,12 @@ COUNTED_OVER: WeakKeyDictionary[MixtureOfExperts, dist.ProcessGroup] = WeakKeyDi
 _ETP_DIMS = {"w1": 1, "w2": 2, "w3": 1}
 
 
-def _spread(experts: GroupedExperts, mesh: DeviceMesh, inside: bool) -> None:
-    own = mesh["ep", "etp"] if inside else mesh["ep"]
+def _spread(experts: GroupedExperts, mesh: DeviceMesh, inside: bool, replicated: bool) -> None:
+    """Make the weights this rank's parts: over etp too if `inside`, and the same on all efsdp ranks if `replicated`.
+
+    Never both: with etp = tp every tensor rank has a part of its own, and none is left to replicate over.
+    """
+    own = mesh["efsdp", "ep"] if replicated else mesh["ep", "etp"] if inside else mesh["ep"]
     for name, parameter in list(experts.named_parameters(recurse=False)):
         dims = (0, _ETP_DIMS[name]) if inside else (0,)
         part = parameter
@@ -57,21 +66,30 @@ def _spread(experts: GroupedExperts, mesh: DeviceMesh, inside: bool) -> None:
         spread = DTensor.from_local(
             part.contiguous(),
             own,
-            [Shard(dim) for dim in dims],
+            [*([Replicate()] * replicated), *(Shard(dim) for dim in dims)],
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
         experts.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-    experts.forward = _exchanging(experts, mesh["ep"].get_group())  # type: ignore[method-assign]
+    sum_gradient = ranks_of(mesh["efsdp"]) if replicated else None
+    experts.forward = _exchanging(experts, mesh["ep"].get_group(), sum_gradient)  # type: ignore[method-assign]
 
 
-def _exchanging(experts: GroupedExperts, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
-    """The forward of `experts` whose weights are spread over `group`: send rows, compute, and send the results back."""
+def _exchanging(
+    experts: GroupedExperts, group: dist.ProcessGroup, sum_gradient: Ranks | None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The forward of `experts` whose weights are spread over `group`: send rows, compute, and send the results back.
+
+    `sum_gradient` are the ranks that hold the same experts and compute with other tokens.
+    """
     ranks = dist.get_world_size(group)
 
     def compute(x: Tensor, counts: Tensor) -> Tensor:
-        return run_experts(x, counts, *(_local(experts, name) for name in ("w1", "w2", "w3")))
+        weights = [_local(experts, name) for name in ("w1", "w2", "w3")]
+        if sum_gradient is not None:
+            weights = [SumGradient.apply(weight, sum_gradient) for weight in weights]
+        return run_experts(x, counts, *weights, product=experts.product)
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         # Whom I send how much is known; who sends me how much has to be asked. [sender, local expert]

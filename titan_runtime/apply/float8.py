@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_planner.ir.execution import Float8
 from titan_planner.ir.fqn import select
-from titan_planner.ir.inventory import linear_modules
+from titan_planner.ir.inventory import expert_modules, linear_modules
 from titan_planner.ir.plan import Plan
 from titan_runtime.errors import RunError
+from titan_runtime.modules.moe import GroupedExperts, GroupedProduct
 from titan_runtime.modules.output import OutputProjection
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-MXFP8_BLOCK = 32
-"""Elements that share a scale in MXFP8."""
+SHARDING_DIMS = ("fsdp", "dp_shard")
+"""What the mesh of a weight calls the ranks that FSDP shards it over; see `mesh.data_mesh`."""
 
 
 def apply_float8(module: nn.Module, plan: Plan) -> None:
@@ -41,10 +44,11 @@ def apply_float8(module: nn.Module, plan: Plan) -> None:
         return
     wanted = planned(module, plan)
     if plan.float8.recipe == "mxfp8":
-        converted = _convert_mxfp8(module, wanted)
+        converted = _convert_mxfp8(module, wanted, "EMULATED" if plan.float8.emulate else "AUTO")
     else:
         converted = _convert_float8(module, wanted, float8_config(plan.float8))
     require_equal(wanted, converted)
+    _convert_experts(module, plan)
     if "output" in wanted:
         # Logits come out as a view of the product; FSDP warns that they must not be changed in place, and no loss does.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -94,12 +98,27 @@ def float8_config(float8: Float8) -> Float8LinearConfig:
 def after_update(module: nn.Module, plan: Plan) -> None:
     """To be called when the optimizer has changed the weights: all their scales in one reduction, where planned.
 
-    Without it, every weight's scale is a reduction of its own just before the weight is gathered. Collective.
+    Without it, every weight's scale is a reduction of its own just before the weight is gathered. Collective over the
+    ranks that shard a weight. Under tensor parallelism each rank's part has a scale of its own, as it has without the
+    all-gather; torchao's function would take one scale for all parts, and so round otherwise than the plan says.
     """
-    if plan.float8.precompute_float8_dynamic_scale_for_fsdp:
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+    if not plan.float8.precompute_float8_dynamic_scale_for_fsdp:
+        return
+    from torchao.float8.float8_utils import amax_to_scale
 
-        precompute_float8_dynamic_scale_for_fsdp(module)
+    sent = [p for p in module.parameters() if isinstance(p, DTensor) and hasattr(p.to_local(), "fsdp_pre_all_gather")]
+    if not sent:  # a pipeline rank that holds no converted linear
+        return
+    wrapped = [parameter._local_tensor for parameter in sent]
+    mesh = sent[0].device_mesh
+    names = mesh.mesh_dim_names or ()
+    largest = torch.stack(torch._foreach_norm([w._tensor.detach() for w in wrapped], ord=math.inf))
+    largest = largest.to(mesh.device_type)
+    # On every stage of a rank the weights are sharded over the same ranks.
+    group = mesh.get_group(next(name for name in SHARDING_DIMS if name in names))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    for weight, scale in zip(wrapped, amax_to_scale(largest, wrapped[0]._dtype), strict=True):
+        weight._precomputed_scale = scale
 
 
 def high_precision(tensor: Tensor) -> Tensor:
@@ -128,7 +147,7 @@ def float8_problems(plan: Plan, has_torchao: bool, capability: tuple[int, int] |
     if not has_torchao:
         return [NEEDS_TORCHAO]
     needed, name = ((10, 0), "MXFP8") if float8.recipe == "mxfp8" else ((8, 9), "Float8")
-    if float8.emulate and float8.recipe != "mxfp8":
+    if float8.emulate:
         return []
     if capability is None:
         return [f"the plan computes in {name}, which a CPU has not\n    try: use `float8: none`, or `emulate: true`"]
@@ -205,7 +224,7 @@ class Mxfp8OutputProjection(OutputProjection, Mxfp8Linear):
         return Mxfp8Linear.forward(self, x)
 
 
-def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str = "AUTO") -> frozenset[str]:
+def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str) -> frozenset[str]:
     _require_torchao()
     with _quiet_import():
         from torchao.quantization.quantize_.common import KernelPreference
@@ -221,6 +240,45 @@ def _convert_mxfp8(module: nn.Module, wanted: frozenset[str], kernels: str = "AU
         parent, _, name = fqn.rpartition(".")
         setattr(module.get_submodule(parent), name, made)
     return converted_linears(module)
+
+
+def _convert_experts(module: nn.Module, plan: Plan) -> None:
+    """Let the experts that the plan lists multiply in MXFP8, as far as they are in `module`."""
+    modules = expert_modules(plan.model)
+    for fqn in (fqn for selector in plan.float8.experts for fqn in select(selector, modules)):
+        if _has(module, _top_level(fqn)):
+            experts = module.get_submodule(fqn)
+            assert isinstance(experts, GroupedExperts)
+            experts.product = _mxfp8_product("EMULATED" if plan.float8.emulate else "AUTO")
+
+
+@functools.cache
+def _mxfp8_product(kernels: str) -> GroupedProduct:
+    with _quiet_import():
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common import KernelPreference
+
+    def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return _to_mxfp8_then_scaled_grouped_mm(
+            x,
+            weight.transpose(-2, -1),
+            ends,
+            out_dtype=x.dtype,
+            kernel_preference=KernelPreference[kernels],
+            scale_calculation_mode=ScaleCalculationMode.RCEIL,
+            # How many rows an expert gets is up to the router; blocks of 32 of them share scales in backward.
+            pad_token_groups_for_grouped_mm=True,
+        )
+
+    return product
+
+
+def converted_experts(module: nn.Module) -> frozenset[str]:
+    """FQNs of all stacked experts of `module` that compute in 8 bits."""
+    return frozenset(
+        fqn for fqn, part in module.named_modules() if isinstance(part, GroupedExperts) and part.product is not None
+    )
 
 
 def _top_level(fqn: str) -> str:

@@ -49,7 +49,7 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
     ]
     if plan.model.tied and {"tok_embeddings", "output"} <= here:
         _require_together(units, "tok_embeddings", "output")
-    handles: list[FSDPModule] = []
+    handles: dict[str, FSDPModule] = {}
     for members, unit in units:
         modules = [module.get_submodule(fqn) for fqn in members]
         fully_shard(
@@ -60,11 +60,12 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
             offload_policy=offload,
             shard_placement_fn=placement,
         )
-        handles.append(cast(FSDPModule, modules[0]))
+        handles[members[0]] = cast(FSDPModule, modules[0])
     # The root's own parameters are needed again as soon as backward starts; torch keeps them gathered by default.
     fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, shard_placement_fn=placement)
     sum_gradients(module)
-    _prefetch(handles, fsdp)
+    # In the order in which they run, not the one in which they were wrapped.
+    _prefetch([handles[fqn] for fqn in module_names(plan.model) if fqn in handles], fsdp)
 
 
 def _placements(

@@ -8,7 +8,7 @@ in advance: torch would otherwise infer them with a forward pass of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,8 +33,7 @@ from titan_planner.ir.plan import Plan
 from titan_runtime.apply.fsdp import DTYPES
 from titan_runtime.errors import RunError
 from titan_runtime.modules import Transformer, build
-
-LossOverTokens = Callable[[Tensor, Tensor], Tensor]
+from titan_runtime.modules.output import Loss
 
 
 def stages_of(plan: Plan, pp_rank: int) -> list[int]:
@@ -56,9 +55,24 @@ def build_stage(plan: Plan, stage: int, dtype: torch.dtype) -> Transformer:
 
 
 class Stage(PipelineStage):
-    """A stage whose gradients are reduced at the end of a schedule's run only when `reduce_now` says so."""
+    """A stage whose gradients are reduced at the end of a schedule's run only when `reduce_now` says so.
+
+    With `loss_arguments` (labels, loss and chunks of every microbatch) the module takes the loss itself, in chunks, and
+    returns it in place of logits, which then never exist all at once. torch's schedules take the loss of what a stage
+    returned, outside of the module, where FSDP may have freed the weights already.
+    """
 
     reduce_now = True
+    loss_arguments: Sequence[tuple[Tensor, Loss, int]] | None = None
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
+        """Called by the schedule for the forward of microbatch `fwd_chunk_id`."""
+        if self.loss_arguments is not None:
+            labels, loss, chunks = self.loss_arguments[fwd_chunk_id]
+            kwargs = {**(kwargs or {}), "labels": labels, "loss": loss, "chunks": chunks}
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Called by the schedule after the last backward of its microbatches."""
@@ -79,7 +93,7 @@ class Pipeline(nn.Module):
         rank = world.get_local_rank("pp")
         indices = stages_of(plan, rank)
         self.holds_first, self.holds_last = 0 in indices, len(plan.pipeline.stages) - 1 in indices
-        self._loss: LossOverTokens | None = None
+        self._loss: Loss | None = None
         self._valid: Tensor | None = None
         self.stages = [
             _stage(plan, part, index, device, self.group) for part, index in zip(parts, indices, strict=True)
@@ -89,9 +103,16 @@ class Pipeline(nn.Module):
         self._tied = _TiedWeight(plan, world, self) if plan.model.tied else None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the whole model names them, without the number of the part."""
+        """As the whole model names them, without the number of the part.
+
+        Each name once: where one rank holds a tied weight twice, the last stage's copy is no parameter of its own.
+        """
+        seen: set[str] = set()
         for part in self.parts:
-            yield from part.named_parameters(*args, **kwargs)
+            for name, parameter in part.named_parameters(*args, **kwargs):
+                if name not in seen:
+                    seen.add(name)
+                    yield name, parameter
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As the whole model names them; every part stands in for the root."""
@@ -103,28 +124,41 @@ class Pipeline(nn.Module):
         copy = self._tied.copy if self._tied else None
         return [parameter for parameter in self.parameters() if parameter is not copy]
 
-    def _share(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def after_change(self) -> None:
+        """To be called when the weights have changed, by the optimizer or a checkpoint."""
+        if self._tied is not None:
+            self._tied.update_copy()
+
+    def _share(self, output: Tensor, labels: Tensor) -> Tensor:
+        """A microbatch's part of the loss, of what the last stage returned: logits, or with chunks the loss itself."""
         assert self._loss is not None
         assert self._valid is not None
-        return self._loss(logits, labels) / self._valid
+        return (output if self._plan.loss.chunks > 1 else self._loss(output, labels)) / self._valid
 
-    def forward_backward(
-        self, loss: LossOverTokens, microbatches: Sequence[tuple[Tensor, Tensor]], valid: Tensor
-    ) -> Tensor:
+    def _set_loss(self, loss: Loss, valid: Tensor, labels: Tensor) -> None:
+        """What the next run of the schedule takes the loss with; `labels` are of its whole batch."""
+        self._loss, self._valid = loss, valid
+        chunks = self._plan.loss.chunks
+        if self.holds_last and chunks > 1:
+            each = labels.tensor_split(self._plan.pipeline.microbatches)  # as torch splits tokens and targets
+            self.stages[-1].loss_arguments = [(part, loss, chunks) for part in each]
+
+    def forward_backward(self, loss: Loss, microbatches: Sequence[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
         """Gradients of all microbatches, pairs of tokens and labels [local batch, sequence]. Collective over pp.
 
         Returns this rank's part of the loss, a float32 scalar that is zero unless it holds the last stage: the sum over
         pipeline ranks is the loss. `loss` sums over tokens, `valid` is the number of valid tokens of the whole step.
         """
-        self._loss, self._valid = loss, valid
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         for number, (tokens, labels) in enumerate(microbatches, start=1):
             last = number == len(microbatches)
             for stage in self.stages:
                 stage.reduce_now = last or not self._plan.fsdp.defer_gradient_sync
             losses: list[Tensor] = []
+            labels = labels.to(self._device)
             inputs = (tokens.to(self._device),) if self.holds_first else ()
-            targets = {"target": labels.to(self._device), "losses": losses} if self.holds_last else {}
+            targets = {"target": labels, "losses": losses} if self.holds_last else {}
+            self._set_loss(loss, valid, labels)
             self._schedule.step(*inputs, return_outputs=False, **targets)
             if losses:
                 total += torch.stack([one.detach().float() for one in losses]).sum()
@@ -133,9 +167,9 @@ class Pipeline(nn.Module):
             self._tied.reduce_gradients()
         return total
 
-    def evaluate(self, loss: LossOverTokens, tokens: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, loss: Loss, tokens: Tensor, labels: Tensor) -> Tensor:
         """`loss` summed over one batch, forward only; zero on a rank without the last stage. Collective over pp."""
-        self._loss, self._valid = loss, torch.ones((), device=self._device)
+        self._set_loss(loss, torch.ones((), device=self._device), labels)
         losses: list[Tensor] = []
         inputs = (tokens,) if self.holds_first else ()
         targets = {"target": labels, "losses": losses} if self.holds_last else {}
@@ -173,9 +207,10 @@ class Pipeline(nn.Module):
 
     def _require_gradients(self) -> None:
         """Every parameter must have a gradient: a schedule that loses weight gradients would train on silently wrong."""
-        for name, parameter in self.named_parameters():
-            if parameter.grad is None:
-                raise RuntimeError(f"the schedule {self._plan.pipeline.schedule} computed no gradient of {name}")
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                if parameter.grad is None:
+                    raise RuntimeError(f"the schedule {self._plan.pipeline.schedule} computed no gradient of {name}")
 
 
 def _stage(plan: Plan, part: Transformer, index: int, device: torch.device, group: dist.ProcessGroup) -> Stage:
@@ -192,18 +227,20 @@ def _stage(plan: Plan, part: Transformer, index: int, device: torch.device, grou
     first, last = index == 0, index == count - 1
     tokens = torch.empty(micro, length, dtype=torch.int64, device="meta")
     logits = torch.empty(micro, length, vocab, dtype=dtype, device="meta", requires_grad=True)
+    summed = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+    result = summed if plan.loss.chunks > 1 else logits
     return Stage(
         part,
         index,
         count,
         device,
         input_args=(tokens if first else between(),),
-        output_args=(logits if last else between(),),
+        output_args=(result if last else between(),),
         group=group,
     )
 
 
-def _schedule(plan: Plan, stages: list[Stage], loss: LossOverTokens) -> PipelineScheduleSingle | PipelineScheduleMulti:
+def _schedule(plan: Plan, stages: list[Stage], loss: Loss) -> PipelineScheduleSingle | PipelineScheduleMulti:
     options: dict[str, Any] = {
         "n_microbatches": plan.pipeline.microbatches,
         "loss_fn": loss,
@@ -243,8 +280,10 @@ def _from_actions(plan: Plan, stages: list[Stage], options: dict[str, Any]) -> P
 class _TiedWeight:
     """The embedding's weight, which the first stage and the last stage both hold when the model is tied.
 
-    Both start from the same values, and the sum of both gradients goes into both optimizers, so the copies stay equal to
-    the bit.
+    Both start from the same values. On two ranks the sum of both gradients goes into both optimizers, so the copies stay
+    equal to the bit. Where one rank holds both stages, only the first stage's is trained and saved, with the sum of both
+    gradients, and the last stage's copy is set to it whenever it has changed. (Not one parameter in both: each stage is an
+    FSDP root, which gathers and frees its own.)
     """
 
     def __init__(self, plan: Plan, world: DeviceMesh, pipeline: Pipeline) -> None:
@@ -252,6 +291,12 @@ class _TiedWeight:
         self.copy: nn.Parameter | None = None
         self._weight: nn.Parameter | None = None
         self._group: dist.ProcessGroup | None = None
+        if pipeline.holds_first:
+            self._weight = cast(Transformer, pipeline.parts[0]).tok_embeddings.weight
+        if pipeline.holds_last:
+            self.copy = cast(Transformer, pipeline.parts[-1]).output.weight
+        if first == last:
+            return
         # Every rank takes part in making every group, also those it is no member of.
         pp_lines = world.mesh.flatten(1).t()  # [ranks of a pipeline stage, pp]
         for line in pp_lines.tolist():
@@ -259,15 +304,24 @@ class _TiedWeight:
             group = dist.new_group(members)
             if dist.get_rank() in members:
                 self._group = group
-        if pipeline.holds_first:
-            self._weight = cast(Transformer, pipeline.parts[0]).tok_embeddings.weight
-        if pipeline.holds_last:
-            self._weight = self.copy = cast(Transformer, pipeline.parts[-1]).output.weight
 
     def reduce_gradients(self) -> None:
-        """Add the two stages' gradients, on both. Collective over the two."""
-        if self._weight is None or self._weight.grad is None:
-            return
-        gradient = self._weight.grad
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        dist.all_reduce(local, group=self._group)
+        """Add the two stages' gradients, on both or into the one that is trained. Collective over two ranks."""
+        mine = [weight for weight in (self._weight, self.copy) if weight is not None]
+        gradients = [_local(weight.grad) for weight in mine if weight.grad is not None]
+        if len(mine) == 2:
+            total, more = gradients
+            total += more
+            mine[1].grad = None
+        elif gradients:
+            dist.all_reduce(gradients[0], group=self._group)
+
+    @torch.no_grad()
+    def update_copy(self) -> None:
+        """Set the copy that is not trained to the weight that is."""
+        if self._weight is not None and self.copy is not None:
+            _local(self.copy).copy_(_local(self._weight))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -192,7 +192,8 @@ class _Axis:
                     hint="use a mesh.tp that divides it",
                 )
             shape[dim] //= parts
-        local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        # Of the parameter's own type: a weight that FSDP sends in Float8 stays one that it sends in Float8.
+        local = parameter.detach().new_zeros(shape)
         whole = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )

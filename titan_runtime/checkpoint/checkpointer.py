@@ -16,6 +16,7 @@ from titan_planner.ir.plan import Plan
 from titan_runtime import version
 from titan_runtime.agreement import on_first_rank, together
 from titan_runtime.apply.fsdp import DTYPES
+from titan_runtime.apply.pipeline import Pipeline
 from titan_runtime.checkpoint.compatibility import PLAN_FILE, require_compatible
 from titan_runtime.checkpoint.folder import CheckpointFolder, Entry, write_file
 from titan_runtime.checkpoint.record import FILE as RECORD_FILE
@@ -232,6 +233,7 @@ class Checkpointer:
 
     def _load_model(self, start: Start) -> Progress:
         read_tensors(model_tensors(self._module), start.path)
+        self._weights_changed()
         self._say(f"starting from the weights in {start.path}")
         return Progress()
 
@@ -246,6 +248,7 @@ class Checkpointer:
         # A rank that the saved run did not have keeps the generator it was started with.
         rng = {name: state for name, state in rng_tensors(self._rank, self._device).items() if name in stored}
         read_tensors(tensors | rng, start.path)
+        self._weights_changed()
         restore_rng(rng, self._rank, self._device)
         if "data" not in excluded:
             self._load_data(record)
@@ -257,6 +260,10 @@ class Checkpointer:
         left_out = f", without {', '.join(excluded)}" if excluded else ""
         self._say(f"resuming from {start.path} (step {record.progress.step}){left_out}")
         return progress
+
+    def _weights_changed(self) -> None:
+        if isinstance(self._module, Pipeline):
+            self._module.after_change()
 
     def _load_data(self, record: Record) -> None:
         """Go on in the data where the saved run was; over other data, and only when that is accepted, begin anew."""

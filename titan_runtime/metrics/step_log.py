@@ -44,10 +44,14 @@ class StepLog:
             "tokens_seen": tokens_seen,
             **(more or {}),
         }
+        self.append(step, line)
+
+    def append(self, step: int, line: Mapping[str, object]) -> None:
+        """Add `line`, which is about `step`."""
         if self._stopped:
             return
         try:
-            self._stream.write(json.dumps(line) + "\n")
+            self._stream.write(json.dumps({"step": step, **line}) + "\n")
             self._stream.flush()
         except OSError as error:
             self._stop(step, error)

@@ -9,9 +9,10 @@ from typing import assert_never
 import torch
 from torch import nn
 
-from titan_planner.ir.model import Attention, FeedForward, Gqa, Model, Moe, Rope, SwiGlu
+from titan_planner.ir.model import Attention, FeedForward, Gqa, Mlp, Model, Moe, Rope, SwiGlu
 from titan_runtime.modules.block import TransformerBlock
 from titan_runtime.modules.gqa import GroupedQueryAttention
+from titan_runtime.modules.mlp import MLP
 from titan_runtime.modules.moe import MixtureOfExperts
 from titan_runtime.modules.rope import RotaryTable
 from titan_runtime.modules.swiglu import SwiGLU
@@ -60,6 +61,8 @@ def _feed_forward(dim: int, feed_forward: FeedForward) -> nn.Module:
     match feed_forward:
         case SwiGlu():
             return SwiGLU(dim, feed_forward.hidden_dim)
+        case Mlp():
+            return MLP(dim, feed_forward.hidden_dim, feed_forward.activation)
         case Moe():
             return MixtureOfExperts(dim, feed_forward)
         case _:

@@ -7,6 +7,8 @@ No word about ranks: where experts are spread over ranks, `apply/experts.py` put
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +59,10 @@ class Router(nn.Module):
         return judged.topk(moe.top_k, dim=-1).indices
 
 
+GroupedProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rows by expert [rows, k], weights [experts, n, k], where each expert's rows end int32 [experts]) -> [rows, n]."""
+
+
 class GroupedExperts(nn.Module):
     """SwiGLU experts with their weights stacked along the first dim."""
 
@@ -65,23 +71,28 @@ class GroupedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(moe.num_experts, moe.hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(moe.num_experts, dim, moe.hidden_dim))
         self.w3 = nn.Parameter(torch.empty(moe.num_experts, moe.hidden_dim, dim))
+        # A decision about this run, which `apply/float8.py` sets from the plan; None for torch's product.
+        self.product: GroupedProduct | None = None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[rows, dim] in order of experts, `counts` [experts] rows each -> [rows, dim] in the same order."""
-        return run_experts(x, counts, self.w1, self.w2, self.w3)
+        return run_experts(x, counts, self.w1, self.w2, self.w3, self.product)
 
     def extra_repr(self) -> str:
         return f"{self.w1.shape[0]} experts, {self.w1.shape[2]} -> {self.w1.shape[1]}"
 
 
-def run_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def run_experts(
+    x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, product: GroupedProduct | None = None
+) -> Tensor:
     """w2[e](silu(w1[e] x) * w3[e] x) for the rows x of every expert e; as `GroupedExperts`."""
     x = x.to(w1.dtype)
     # Not without any row: torch 2.13's grouped product cannot differentiate that.
-    if len(x) and grouped_product_works(x, w1, w2):
+    if len(x) and (product is not None or grouped_product_works(x, w1, w2)):
+        grouped = product or _grouped
         ends = counts.cumsum(0, dtype=torch.int32)
-        hidden = silu(_grouped(x, w1, ends)) * _grouped(x, w3, ends)
-        return _grouped(hidden, w2, ends)
+        hidden = silu(grouped(x, w1, ends)) * grouped(x, w3, ends)
+        return grouped(hidden, w2, ends)
     parts = x.split(counts.tolist())
     # An expert without rows is computed as well: its weights need a gradient, of zeros, as on every other rank.
     return torch.cat(

@@ -1,0 +1,151 @@
+"""Fit a GPU's efficiencies to measured step times: few numbers, physically bounded, pulled towards what was known before.
+
+Maximum a posteriori by robust least squares: residuals are log(predicted / measured) over the noise of a measurement, and
+log(parameter / prior) over how far parameters differ between clusters of the same GPU. One run moves the parameters that its
+step depends on, a little each; many runs of different shapes tell them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_planner.cost.program import TITAN, Program
+from titan_planner.cost.step import step_seconds
+from titan_planner.ir.cluster import Cluster, Efficiency
+from titan_planner.ir.errors import Complaint, PlanError
+from titan_planner.ir.plan import Plan
+from titan_planner.runs import Run
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "matmul": (0.2, 0.95),
+    "matmul_float8": (0.15, 0.95),
+    "attention": (0.1, 0.9),
+    "attention_backward": (0.1, 0.9),
+    "memory": (0.4, 0.98),
+    "intra_node": (0.2, 0.98),
+    "inter_node": (0.2, 0.98),
+    "overlap_slowdown": (0.01, 0.5),
+    "launch_us": (1.0, 30.0),
+}
+"""Parameter -> what is physically possible: nothing beats its peak, and nothing sane is below a fifth of it."""
+
+TIED = {"attention_backward": ("attention", 0.8)}
+"""Parameter -> (the one it follows, in this proportion): step times do not tell the two apart (FlashAttention-2's figures)."""
+
+NOISE = 0.03
+"""Standard deviation of log step time between equal runs on equal machines (published repeats: 0.4 to 6 %)."""
+
+SPREAD = 0.15
+"""Standard deviation of log parameter between clusters of the same GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: the plan, the program that ran it, and the step time that it had."""
+
+    name: str
+    plan: Plan
+    step_seconds: float
+    program: Program = TITAN
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The fitted numbers, and every run's signed relative error before and after."""
+
+    efficiency: Efficiency
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def fit(
+    runs: Sequence[Measured],
+    prior: Efficiency,
+    *,
+    free: Iterable[str] = tuple(BOUNDS),
+    spread: float = SPREAD,
+    source: str = "fitted",
+) -> Fit:
+    """The efficiencies that predict `runs` best, starting from `prior`. Raises `PlanError` where SciPy is not installed."""
+    names = tuple(name for name in free if name not in TIED)
+    if not runs:
+        raise PlanError(Complaint("there is no measurement to fit to", "", hint="name a folder of a finished run"))
+    optimize = _scipy_optimize()
+    start = [math.log(getattr(prior, name)) for name in names]
+
+    def residuals(logs: Sequence[float]) -> list[float]:
+        candidate = _with(prior, names, logs)
+        misses = [run.weight * math.log(predicted(run, candidate) / run.step_seconds) / NOISE for run in runs]
+        return misses + [(log - known) / spread for log, known in zip(logs, start, strict=True)]
+
+    lower = [math.log(BOUNDS[name][0]) for name in names]
+    upper = [math.log(BOUNDS[name][1]) for name in names]
+    inside = [min(max(value, low + 1e-9), high - 1e-9) for value, low, high in zip(start, lower, upper, strict=True)]
+    found = optimize.least_squares(
+        residuals, inside, bounds=(lower, upper), loss="soft_l1", diff_step=1e-3, max_nfev=40
+    )
+    best = replace(_with(prior, names, [float(x) for x in found.x]), source=source)
+    return Fit(
+        efficiency=best,
+        before=tuple(predicted(run, prior) / run.step_seconds - 1 for run in runs),
+        after=tuple(predicted(run, best) / run.step_seconds - 1 for run in runs),
+    )
+
+
+def calibrate_cluster(runs: Sequence[Run]) -> tuple[Cluster, Fit]:
+    """The cluster that `runs` ran on with efficiencies fitted to them, starting from the first plan's own.
+
+    Raises `PlanError` when they ran on different clusters (nodes may differ in number).
+    """
+    first = runs[0].plan.cluster
+    for run in runs[1:]:
+        other = replace(
+            run.plan.cluster,
+            nodes=first.nodes,
+            gpu=replace(run.plan.cluster.gpu, efficiency=first.gpu.efficiency),
+            price_per_gpu_hour=first.price_per_gpu_hour,
+        )
+        if other != first:
+            raise PlanError(
+                Complaint(
+                    f"`{runs[0].folder}` ran on {first.gpu.name} and `{run.folder}` on another cluster",
+                    hint="calibrate each cluster from its own runs",
+                )
+            )
+    measured = [Measured(str(run.folder), run.plan, run.step_seconds) for run in runs]
+    count = sum(run.measurements for run in runs)
+    found = fit(measured, first.gpu.efficiency, source=f"{len(runs)} runs of the cluster's own, {count} measurements")
+    return replace(first, gpu=replace(first.gpu, efficiency=found.efficiency)), found
+
+
+def predicted(run: Measured, efficiency: Efficiency) -> float:
+    """Step time in seconds that the cost model gives `run` on a GPU of this efficiency."""
+    return step_seconds(with_efficiency(run.plan, efficiency), run.program).total
+
+
+def with_efficiency(plan: Plan, efficiency: Efficiency) -> Plan:
+    """`plan` on the same cluster with other efficiencies."""
+    return replace(plan, cluster=replace(plan.cluster, gpu=replace(plan.cluster.gpu, efficiency=efficiency)))
+
+
+def _with(prior: Efficiency, names: Sequence[str], logs: Sequence[float]) -> Efficiency:
+    values: dict[str, Any] = {name: round(min(max(math.exp(log), BOUNDS[name][0]), BOUNDS[name][1]), 6)
+              for name, log in zip(names, logs, strict=True)}  # fmt: skip
+    for name, (other, proportion) in TIED.items():
+        if other in values:
+            values[name] = round(proportion * values[other], 6)
+    return replace(prior, **values)
+
+
+def _scipy_optimize() -> Any:
+    try:
+        from scipy import optimize
+    except ImportError:
+        raise PlanError(
+            Complaint("fitting needs SciPy, which is not installed", "", hint="pip install 'titan-planner[calibrate]'")
+        ) from None
+    return optimize
