@@ -141,7 +141,7 @@ def to_plan(row: Row) -> Built:
             filter_fqns=filters,
             enable_fsdp_float8_all_gather=_gathers_float8(row, recipe, fsdp),
         ),
-        compile=CompileSpec(enable=compiled),
+        compile=CompileSpec(enable=compiled, components=_components(row, compiled, cluster, assume)),
     )
     plan = _pinned(pins, model, cluster, row.id)
     if experts_in_float8:
@@ -291,6 +291,21 @@ def _compiled(row: Row, assume: list[str]) -> tuple[bool, bool]:
     return re.search(
         r"\byes\b|inductor|thunder|torchcompile|nvfuser|passes|true|per block|xla", text
     ) is not None, graphs
+
+
+def _components(row: Row, compiled: bool, cluster: Cluster, assume: list[str]) -> tuple[Literal["model", "loss"], ...]:
+    """What is compiled: a row that says `compile: true` says it of the blocks; the loss is where it is named.
+
+    TorchTitan compiled blocks only until 2025; tables of Blackwell GPUs and AMD's are of later, when the loss was too.
+    """
+    if not compiled or "loss" in row.text("compile").casefold():
+        return ("model", "loss")
+    gpu = cluster.gpu
+    if gpu.vendor == "amd" or (gpu.compute_capability or "0").startswith(("10", "12")):
+        assume.append("the loss is compiled too, as in TorchTitan of 2025 and later")
+        return ("model", "loss")
+    assume.append("the loss is not compiled")
+    return ("model",)
 
 
 def _reduce_dtype(row: Row, low_precision: bool) -> Literal["float32", "bfloat16"]:
