@@ -20,15 +20,15 @@ from titan_planner.ir.plan import Plan
 from titan_planner.runs import Run
 
 BOUNDS: dict[str, tuple[float, float]] = {
-    "matmul": (0.2, 0.95),
-    "matmul_float8": (0.15, 0.95),
-    "attention": (0.1, 0.9),
-    "attention_backward": (0.1, 0.9),
-    "memory": (0.4, 0.98),
-    "intra_node": (0.2, 0.98),
-    "inter_node": (0.2, 0.98),
-    "overlap_slowdown": (0.01, 0.5),
-    "launch_us": (1.0, 30.0),
+    "matmul": (0.2, 0.85),
+    "matmul_float8": (0.15, 0.85),
+    "attention": (0.08, 0.8),
+    "attention_backward": (0.06, 0.7),
+    "memory": (0.7, 0.95),
+    "intra_node": (0.5, 0.95),
+    "inter_node": (0.4, 0.98),
+    "overlap_slowdown": (0.02, 0.3),
+    "launch_us": (2.0, 20.0),
 }
 """Parameter -> what is physically possible: nothing beats its peak, and nothing sane is below a fifth of it."""
 

@@ -244,8 +244,9 @@ def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]
             return XLA_FSDP, False
         if re.search(r"\bte\b|transformer.?engine|megatron|nemo", about) or row.text("container"):
             return FUSED_FSDP, False
-        if re.search(r"\bamp\b|autocast", row.text("precision").casefold()) and not compiled:
-            return COMPOSER, False
+        precision = row.text("precision").casefold()
+        if re.search(r"\bamp\b|autocast|transformer ?engine", precision) and not compiled:
+            return replace(COMPOSER, float8_products=1.0), False
         program = TITAN
         if row.count("parallelism.zero_stage") == 2 and not row.text("overlap.reshard_after_forward"):
             program = replace(TITAN, name="zero2", data_policy="zero2", executable=False)
@@ -706,12 +707,18 @@ def _first_layers_only(plan: Plan, count: int) -> Plan:
     return replace(plan, layers=tuple(layers))
 
 
+MEMORY_ERROR = 0.05
+"""How far the memory estimate may be off, as its target says."""
+
+
 def _least_that_fits(plan: Plan, program: Program, fsdp: bool, assume: list[str]) -> Plan:
     """Where the row does not say: it ran, so the least recomputation that fits."""
     modes = (_NONE, _SELECTIVE, _FULL) if fsdp else (_NONE, _FULL)
     for asked in modes:
         candidate = _checkpointed(plan, asked)
-        if asked is _FULL or estimate(candidate, program).fits:
+        priced = estimate(candidate, program)
+        # Runs are tuned to the edge of the card, and the estimate has an error of its own.
+        if asked is _FULL or priced.peak_memory_gib <= priced.memory_available_gib * (1 + MEMORY_ERROR):
             break
     assume.append(f"recomputation {asked.mode}: the least that fits")
     return candidate

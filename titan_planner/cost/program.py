@@ -33,8 +33,8 @@ class Program:
     kernels: Kernels = "plan"
     loss: Kernels = "plan"  # the same for the loss
     attention: Attention = "second"
-    float8_products: float = (
-        0.8  # torch._scaled_mm over the 8-bit products of Transformer Engine, see docs/cost-model.md
+    float8_products: float | None = (
+        None  # of the 8-bit rate of Transformer Engine, what this program reaches; None: torch
     )
     data_policy: DataPolicy = "plan"
     weight_bytes: int | None = None  # bytes of a weight that the program holds through the step; None: the plan's dtype

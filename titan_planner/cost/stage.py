@@ -14,7 +14,7 @@ from titan_planner.cost.compute import (
 )
 from titan_planner.cost.ops import Fusion, fusion_of, shape_of
 from titan_planner.cost.program import TITAN, Program
-from titan_planner.cost.roofline import Precision
+from titan_planner.cost.roofline import Precision, float8_products
 from titan_planner.ir.fqn import matches
 from titan_planner.ir.inventory import linear_modules, parameters
 from titan_planner.ir.model import Block, Model
@@ -58,7 +58,7 @@ def kernels_of(plan: Plan, program: Program = TITAN) -> Kernels:
         gpu=plan.cluster.gpu,
         precision=plan.float8.recipe or "bf16",
         fused_casts=fusion == "fused",
-        float8_products=program.float8_products,
+        float8_products=float8_products(plan.cluster.gpu, program.float8_products),
         gradient_bytes=gradient,
         launches=not program.graphs,
         early_stop=program.recompute == "needed" and plan.activation_checkpoint.early_stop,
