@@ -127,6 +127,12 @@ def test_muon_updates_whole_matrices_whatever_cuts_them(one_rank) -> None:
     assert one_rank["muon"][0][2] != pytest.approx(one_rank["plain"][0][2], rel=1e-3)
 
 
+def test_muon_on_a_pipeline_of_which_one_rank_holds_no_matrix(one_rank) -> None:
+    apart = {"module_fqns_per_model_part": [["tok_embeddings"], ["layers.0-7", "norm", "output"]]}
+    (losses, _, _), *_ = results(pipeline("embedding alone", 2, "1F1B", parallelism=apart, sections=MUON))
+    assert losses == pytest.approx(one_rank["muon"][0], rel=1e-4)
+
+
 def test_float8_goes_with_the_other_axes(one_rank) -> None:
     linears = one_rank["float8"][2]
     assert linears == 8 * 7 + 1
