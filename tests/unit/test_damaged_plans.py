@@ -162,7 +162,16 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
                    d["batch"].update(local_batch_size=1, microbatch_size=1, accumulation_steps=1),
                    d["fsdp"]["units"][1].update(reshard_after_forward=2)),
         "cannot reshard experts to 2 of the 4 ranks",
-        "ep-partial-reshard",
+        "experts-partial-reshard",
+    ),
+    (
+        "partial reshard of parts of experts",
+        MOE_PLAN,
+        lambda d: (d["mesh"].update(dp_shard=16, ep=1), d["cluster"].update(gpus_per_node=16), d.update(sharding=[]),
+                   d["batch"].update(global_batch_size=16, local_batch_size=1, microbatch_size=1, accumulation_steps=1),
+                   d["fsdp"]["units"][1].update(reshard_after_forward=2)),
+        "cannot reshard experts to 2 of the 16 ranks",
+        "experts-partial-reshard",
     ),
     (
         "split backward with reshard",

@@ -15,6 +15,7 @@ from titan_planner.ir.actions import parse_actions
 from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import (
+    fsdp_dim,
     is_router,
     linear_modules,
     module_names,
@@ -702,23 +703,24 @@ def _partial_reshard(plan: Plan) -> Iterator[Violation]:
 
 
 @_rule(
-    "ep-partial-reshard",
-    "With ep or tp > 1, units of experts reshard to all ranks with the same experts, or not at all.",
+    "experts-partial-reshard",
+    "FSDP units of experts reshard to all ranks with the same experts, or not at all, unless whole experts are shared out.",
 )
 def _partial_expert_reshard(plan: Plan) -> Iterator[Violation]:
-    # Experts are sharded over ranks of their own then, as DTensors, which torch 2.13 reshards to all of them only.
-    if plan.mesh.ep * plan.mesh.tp == 1:
-        return
-    experts = {parameter.module for parameter in parameters(plan.model) if parameter.is_expert}
+    # With ep or tp they are sharded over ranks of their own, as DTensors, which torch 2.13 reshards to all of them only; and
+    # of weights that are cut inside of experts, along dim 1, it cannot gather what is left after a partial reshard.
+    own = plan.mesh.ep * plan.mesh.tp > 1
+    experts = {p.module for p in parameters(plan.model) if p.is_expert and (own or fsdp_dim(p, plan.mesh) > 0)}
+    ranks = plan.mesh.efsdp
     for index, unit in enumerate(plan.fsdp.units):
         reshard = unit.reshard_after_forward
-        if isinstance(reshard, bool) or reshard == plan.mesh.efsdp or not experts & _below(plan, unit):
+        if isinstance(reshard, bool) or reshard == ranks or not experts & _below(plan, unit):
             continue
         yield Violation(
             f"fsdp.units[{index}].reshard_after_forward",
-            f"torch cannot reshard experts to {reshard} of the {plan.mesh.efsdp} ranks that hold the same ones",
+            f"torch cannot reshard experts to {reshard} of the {ranks} ranks that shard the same ones",
             "set reshard_after_forward to always or never"
-            + (f", or to {plan.mesh.efsdp}" if plan.mesh.efsdp > 1 and plan.mesh.tp == 1 else ""),
+            + (f", or to {ranks}" if ranks > 1 and plan.mesh.tp == 1 else ""),
         )
         return
 

@@ -62,7 +62,7 @@ def compiled_loss(loss: Callable[[Tensor, Tensor], Tensor], plan: Plan) -> Calla
 
 def _configure(plan: Plan) -> None:
     """Tell the compiler, which has one configuration a process, what the plan's code must allow."""
-    _require_backend(plan.compile.backend)
+    require_backend(plan.compile.backend)
     budget = memory_budget(plan)
     torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget
     # Schedules that split backward go through a stage's graph twice, for inputs and for weights: what the first pass reads
@@ -70,7 +70,8 @@ def _configure(plan: Plan) -> None:
     torch._functorch.config.donated_buffer = splits_backward(plan) is None
 
 
-def _require_backend(name: str) -> None:
+def require_backend(name: str) -> None:
+    """RunError when this torch has no compiler backend called `name`."""
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         raise RunError(

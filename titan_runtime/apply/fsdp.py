@@ -89,7 +89,7 @@ def _reshard_to(unit: FSDPModule, mesh: DeviceMesh, among: DeviceMesh) -> None:
     """Let `unit` keep the weights that it shards over `among` sharded over the inner dim of `mesh` after forward.
 
     What `fully_shard` does with a number, but for the mesh, which it would make anew for every unit. Experts with ranks of
-    their own reshard to all of those (rule ep-partial-reshard).
+    their own reshard to all of those (rule experts-partial-reshard).
     """
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in unit._get_fsdp_state()._fsdp_param_groups:
