@@ -150,6 +150,7 @@ def to_plan(row: Row) -> Built:
     plan, program = _overlap(row, plan, program)
     if checkpoint.first_layers is not None:
         plan = _first_layers_only(plan, checkpoint.first_layers)
+    program = replace(program, recompute_attention=checkpoint.core)
     if checkpoint.unknown:
         plan = _least_that_fits(plan, program, fsdp, assume)
     if experts_in_float8 or checkpoint.first_layers is not None or plan.tensor_parallel.async_tp:
@@ -614,6 +615,7 @@ class _Checkpoint:
 
     spec: ActivationCheckpointSpec
     unknown: bool = False  # not published
+    core: bool = False  # attention's forward runs again
     first_layers: int | None = None  # full recomputation of so many layers of every stage only
     memory_unlike: str | None = None
 
@@ -687,9 +689,7 @@ def _of_modules(words: list[str], assume: list[str]) -> _Checkpoint:
     if costly:
         raise Unusable(RECOMPUTE, f"of {', '.join(costly)[:60]} only")
     if not words or set(words) <= {"core_attn", "core", "attention"}:
-        # With flash attention nothing of the core is kept anyway, and its forward runs again.
-        assume.append("recomputing the attention core priced as recomputing nothing")
-        return _Checkpoint(_NONE)
+        return _Checkpoint(_NONE, core=True)
     assume.append(f"recomputing {', '.join(words)} priced as recomputing nothing")
     return _Checkpoint(_NONE, memory_unlike="recomputation of single modules")
 

@@ -138,6 +138,7 @@ def run_rows(rank: Rank, plans: list[tuple[Plan, bool]]) -> list[Curve | str]:
 def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
     """The runtime's own parts on one of several ranks."""
     device = torch.device("cpu")
+    torch.compiler.reset()  # code compiled for a former plan's budget would fit this one's modules
     world = build_mesh(plan.mesh, "cpu")
     group = data_group(world)
     module: nn.Module = build_model(plan, world, device)

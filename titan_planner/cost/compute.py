@@ -105,6 +105,7 @@ class Kernels:
     launches: bool  # the host launches every kernel: no CUDA graphs
     early_stop: bool  # recomputation ends with the last tensor that backward needs
     attention: Attention
+    recompute_attention: bool  # of blocks that keep all else
     recompute_elementwise: bool  # a selective policy computes memory-bound ops again
 
 
@@ -140,7 +141,7 @@ def recomputed(ops: tuple[Op, ...], policy: CheckpointPolicy, kernels: Kernels) 
     """The ops of a block's forward that backward runs again under `policy`."""
     match policy.mode:
         case "none":
-            return ()
+            return tuple(op for op in ops if isinstance(op, Mixing)) if kernels.recompute_attention else ()
         case "full" | "memory_budget":
             return ops if not kernels.early_stop else _until_last_saved(ops)
         case "selective":

@@ -44,6 +44,9 @@ class Program:
     recompute: Literal["needed", "all"] = (
         "needed"  # only until the last tensor that backward needs, or the whole region
     )
+    recompute_attention: bool = (
+        False  # backward runs attention's forward again where blocks are kept (Megatron's "selective")
+    )
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
     overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls though the plan does not ask for it

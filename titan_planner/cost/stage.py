@@ -63,6 +63,7 @@ def kernels_of(plan: Plan, program: Program = TITAN) -> Kernels:
         launches=not program.graphs,
         early_stop=program.recompute == "needed" and plan.activation_checkpoint.early_stop,
         attention=program.attention,
+        recompute_attention=program.recompute_attention,
         recompute_elementwise=program.recompute == "needed",
     )
 
