@@ -247,7 +247,7 @@ def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]
             return FUSED_FSDP, False
         precision = row.text("precision").casefold()
         if re.search(r"\bamp\b|autocast|transformer ?engine", precision) and not compiled:
-            return replace(COMPOSER, float8_products=1.0), False
+            return COMPOSER, False
         program = TITAN
         if row.count("parallelism.zero_stage") == 2 and not row.text("overlap.reshard_after_forward"):
             program = replace(TITAN, name="zero2", data_policy="zero2", executable=False)

@@ -102,6 +102,8 @@ XLA_FSDP = Program(
 )
 """MaxText and PaxML: weights fully sharded, and the whole step compiled to one program without launches from the host."""
 
-COMPOSER = Program(name="composer", executable=False, kernels="fused", loss="eager", attention="first")
+COMPOSER = Program(
+    name="composer", executable=False, kernels="fused", loss="eager", attention="first", float8_products=1.0
+)
 """MosaicML's Composer with autocast on FSDP: library kernels for norms and activations, Triton's FlashAttention of 2023, an
 eager loss."""

@@ -711,6 +711,8 @@ def _partial_expert_reshard(plan: Plan) -> Iterator[Violation]:
     # With ep or tp they are sharded over ranks of their own, as DTensors, which torch 2.13 reshards to all of them only; and
     # of weights that are cut inside of experts, along dim 1, it cannot gather what is left after a partial reshard.
     own = plan.mesh.ep * plan.mesh.tp > 1
+    if plan.mesh.efsdp < 1:
+        return  # another rule's: ep x etp exceeds the ranks there are
     experts = {p.module for p in parameters(plan.model) if p.is_expert and (own or fsdp_dim(p, plan.mesh) > 0)}
     ranks = plan.mesh.efsdp
     for index, unit in enumerate(plan.fsdp.units):
