@@ -59,8 +59,13 @@ def communication(plan: Plan, program: Program = TITAN, imbalance: float = 1.0) 
     found = tuple(StageCommunication() for _ in plan.pipeline.stages)
     runs = plan.batch.accumulation_steps * (plan.pipeline.microbatches if plan.mesh.pp > 1 else 1)
     network = network_of(plan.cluster.gpu.efficiency)
+    # Stages send the same messages, and to look a group up means to hash the whole cluster.
+    known: dict[tuple[object, ...], float] = {}
     for one in collectives(plan, program):
-        took = seconds(plan, one, network)
+        alike = (one.axis, one.kind, one.ranks, one.nbytes, one.copies)
+        took = known.get(alike)
+        if took is None:
+            took = known[alike] = seconds(plan, one, network)
         stage = found[one.stage]
         part = PART_OF[one.axis]
         if one.phase == "step":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
+from titan_planner.cost.collectives import recomputations
 from titan_planner.cost.compute import (
     Kernels,
     ModuleSeconds,
@@ -17,7 +19,7 @@ from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.roofline import Precision, float8_products
 from titan_planner.ir.fqn import matches
 from titan_planner.ir.inventory import linear_modules, parameters
-from titan_planner.ir.model import Block, Model
+from titan_planner.ir.model import Block, Blocks, Model
 from titan_planner.ir.plan import Plan
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,7 +41,10 @@ def stage_seconds(plan: Plan, program: Program = TITAN) -> tuple[ModuleSeconds, 
     by_id = {id(block): block for block in blocks}
     for stage, counter in enumerate(kinds):
         for (block, policy, names), count in counter.items():
-            found[stage] += block_seconds(by_id[block], dim, shape, policies[policy], names, kernels) * count
+            took = block_seconds(by_id[block], dim, shape, policies[policy], names, kernels)
+            if took.recompute.total and program.data_policy == "plan":
+                took = replace(took, recompute=took.recompute * _times_again(plan, stage, by_id[block]))
+            found[stage] += took * count
     vocab = plan.model.vocab_size // plan.mesh.tp
     found[plan.layers[0].stage] += embedding_seconds(dim, vocab, shape, kernels)
     head: Precision = kernels.precision if -1 in converted else "bf16"
@@ -48,6 +53,24 @@ def stage_seconds(plan: Plan, program: Program = TITAN) -> tuple[ModuleSeconds, 
         dim, vocab, local_logits, shape, plan.loss.chunks, head, loss_fusion(plan, program), kernels
     )
     return tuple(found)
+
+
+def _times_again(plan: Plan, stage: int, block: Block) -> float:
+    """How often a microbatch's backward computes a checkpointed block again: once, unless the schedule splits backward."""
+    if plan.mesh.pp == 1:
+        return 1.0
+    runs = plan.batch.accumulation_steps * plan.pipeline.microbatches
+    return recomputations(plan, stage, num_weights(block))[0] / runs
+
+
+@functools.lru_cache(maxsize=256)
+def num_weights(block: Block) -> int:
+    """Parameters (tensors) of one block."""
+    alone = Model(
+        family="", flavor="", vocab_size=2, dim=8, max_seq_len=1, blocks=(Blocks(repeat=1, block=block),),
+        norm=block.norm, tied=True,
+    )  # fmt: skip
+    return sum(parameter.fqn.startswith("layers.") for parameter in parameters(alone))
 
 
 def kernels_of(plan: Plan, program: Program = TITAN) -> Kernels:

@@ -8,6 +8,7 @@ comes before and after.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan_planner.cost.communication import Part, PassCommunication, StageCommunication, communication
@@ -54,6 +55,7 @@ def step_seconds(plan: Plan, program: Program = TITAN) -> StepSeconds:
     repeats = plan.batch.accumulation_steps
     span = _span(plan, program, computing, talking, forward, backward) * repeats
 
+    updates = _update_seconds(plan, program)
     busiest: tuple[float, StepSeconds] | None = None
     for rank in range(plan.mesh.pp):
         stages = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == rank]
@@ -70,7 +72,7 @@ def step_seconds(plan: Plan, program: Program = TITAN) -> StepSeconds:
         once = _once(computing, talking, stages, slowdown)
         waits["data"] += once
         step = _step_collectives(talking, stages)
-        update = optimizer_seconds(plan, program, rank) + sum(step.values())
+        update = updates[rank] + sum(step.values())
         total = span + once + update
         result = StepSeconds(total, rank, compute, recompute, waits, span - busy, update)
         if busiest is None or busy + once + update > busiest[0]:
@@ -156,24 +158,21 @@ _UPDATE_BYTES = {"fused": 28.0, "foreach": 80.0, "for-loop": 80.0}
 _NORM_AND_CLIP_BYTES = 12.0
 
 
-def optimizer_seconds(plan: Plan, program: Program, rank: int) -> float:
-    """Norm, clipping and update of the elements that one rank of pipeline rank `rank` holds."""
-    numel = _updated_numel(plan, program, rank)
+def _update_seconds(plan: Plan, program: Program) -> tuple[float, ...]:
+    """Norm, clipping and update of the elements that one rank of each pipeline rank holds."""
     width = BYTES[plan.dtype] / 4
-    moved = (_UPDATE_BYTES[plan.optimizer.implementation] + _NORM_AND_CLIP_BYTES) * width * numel
-    return moved / memory_rate(plan.cluster.gpu)
-
-
-def _updated_numel(plan: Plan, program: Program, rank: int) -> float:
-    """Elements that one rank of pipeline rank `rank` updates."""
-    stages = {stage.index for stage in plan.pipeline.stages if stage.pp_rank == rank}
-    here = [layer.fqn for layer in plan.layers if layer.stage in stages]
+    each = (_UPDATE_BYTES[plan.optimizer.implementation] + _NORM_AND_CLIP_BYTES) * width
     if program.data_policy in ("plan", "ddp"):
-        held = sharded_numel(plan)
-        return sum(held[fqn] for fqn in here)
-    # The optimizer of weights that are whole on every rank is sharded over all ranks that see other data.
-    whole = module_numel(plan)
-    return sum(whole[fqn] for fqn in here) / (plan.mesh.dp * plan.mesh.cp)
+        held: Mapping[str, float] = sharded_numel(plan)
+        shards = 1
+    else:
+        # The optimizer of weights that are whole on every rank is sharded over all ranks that see other data.
+        held, shards = module_numel(plan), plan.mesh.dp * plan.mesh.cp
+    numel = [0.0] * plan.mesh.pp
+    rank_of = [stage.pp_rank for stage in plan.pipeline.stages]
+    for layer in plan.layers:
+        numel[rank_of[layer.stage]] += held[layer.fqn] / shards
+    return tuple(each * count / memory_rate(plan.cluster.gpu) for count in numel)
 
 
 def step_time(found: StepSeconds) -> StepTime:
