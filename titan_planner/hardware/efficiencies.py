@@ -24,6 +24,18 @@ PRIORS: dict[str, Efficiency] = {
         launch_us=7.0,
         source="prior: FlashAttention papers, torchao roofline notes, nccl-tests",
     ),
+    "a100-pcie-80gb": Efficiency(
+        matmul=0.66,
+        matmul_float8=0.66,
+        attention=0.58,
+        attention_backward=0.46,
+        memory=0.87,
+        intra_node=0.55,
+        inter_node=0.85,
+        overlap_slowdown=0.1,
+        launch_us=7.0,
+        source="prior: FlashAttention papers, torchao roofline notes, nccl-tests",
+    ),
     "h100-sxm-80gb": Efficiency(
         matmul=0.65,
         matmul_float8=0.62,
@@ -89,7 +101,6 @@ PRIORS: dict[str, Efficiency] = {
 
 _CLOSEST: dict[str, str] = {
     "a100-sxm-40gb": "a100-sxm-80gb",
-    "a100-pcie-80gb": "a100-sxm-80gb",
     "a800-sxm-80gb": "a100-sxm-80gb",
     "h100-pcie-80gb": "h100-sxm-80gb",
     "h100-nvl-94gb": "h100-sxm-80gb",
