@@ -35,6 +35,9 @@ class Local:
     ep: int
     etp: int
     kernels: Literal["eager", "compiled", "fused"]
+    seq_len: int  # keys that a query of materialised attention has a score for, 0 where a kernel keeps no scores
+    recompute_attention: bool  # attention's forward runs again in backward, so that nothing inside it is kept
+    dropout: bool
     capacity_factor: float | None
     imbalance: float  # rows that the busiest expert rank gets over the mean
     device: Literal["cuda", "cpu"]
@@ -79,6 +82,9 @@ def local(plan: Plan, program: Program, imbalance: float) -> Local:
         ep=mesh.ep,
         etp=mesh.etp,
         kernels=kernels(plan, program),
+        seq_len=plan.batch.seq_len if program.attention == "materialised" else 0,
+        recompute_attention=program.recompute_attention,
+        dropout=program.dropout,
         capacity_factor=plan.expert_parallel.capacity_factor,
         imbalance=imbalance,
         device=plan.cluster.gpu.device,
@@ -94,8 +100,8 @@ def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused
 
 def loss_kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
     """Who fuses the loss."""
-    if program.kernels != "plan":
-        return program.kernels
+    if program.loss != "plan":
+        return program.loss
     return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"
 
 

@@ -26,6 +26,7 @@ def loss_bytes(
     chunks: int,
     z_loss: bool,
     logits_held: bool,
+    wide: bool = False,
 ) -> LossBytes:
     """`chunks` parts of the sequence take their turn; `logits_held` says that a pipeline's stage keeps its output.
 
@@ -33,7 +34,9 @@ def loss_bytes(
     that, nll_loss's gradient and log_softmax's gradient at once (12). With the z-loss the widened logits are there too (4
     more). Loss parallel keeps the logits (n); forward and backward each have two float32 copies beside them (n + 8).
     Compiled, the logits are kept and the gradient is written at once (2 n); a scatter makes the loss-parallel gradient
-    float32 first (n + 4 + n). A fused kernel writes the gradient over the logits.
+    float32 first (n + 4 + n). A fused kernel writes the gradient over the logits; a `wide` one does so with a copy in float32
+    (4), beside the logits in forward and beside their gradient in backward (n + 4; Megatron-LM,
+    tensor_parallel/cross_entropy.py).
     """
     size = local.itemsize
     logits = local.tokens * local.vocab
@@ -58,6 +61,9 @@ def loss_bytes(
         case "compiled":
             kept = size * logits + 2 * each
             peak = (2 * size + (4 if loss_parallel else 0)) * logits
+        case "fused" if wide:
+            kept = 4 * logits
+            peak = (size + 4) * logits
         case "fused":
             kept = size * logits + each
             peak = kept

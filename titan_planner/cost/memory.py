@@ -415,6 +415,7 @@ class _Rank:
             chunks=self.plan.loss.chunks,
             z_loss=self.plan.loss.z_loss > 0,
             logits_held=self.plan.mesh.pp > 1,
+            wide=self.program.wide_loss,
         )
 
     def _loss_waits(self) -> bool:

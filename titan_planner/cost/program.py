@@ -47,6 +47,10 @@ class Program:
     recompute_attention: bool = (
         False  # backward runs attention's forward again where blocks are kept (Megatron's "selective")
     )
+    dropout: bool = False  # after attention, feed-forward and embedding, and of materialised attention's scores
+    wide_loss: bool = (
+        False  # a fused loss first copies the logits to float32 (Megatron's own, without its fused kernel)
+    )
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
     overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls though the plan does not ask for it
