@@ -21,7 +21,7 @@ from titan_planner.ir.parallel import Pipeline
 from titan_planner.ir.plan import Layer, Plan
 from titan_planner.schedules import Kept, peak_bytes, peaks, place_stages, work_of
 
-PAPER = replace(DDP_MIXED, attention="materialised", dropout=True, wide_loss=True)
+PAPER = replace(DDP_MIXED, attention="materialised", dropout=True, loss_copies=1)
 SELECTIVE = replace(PAPER, recompute_attention=True)
 FULL = replace(KEEP_ALL, name="full", mode="full")
 GIB = 2**30
@@ -134,7 +134,7 @@ def test_table_2_gives_the_activations_of_a_layer(name: str) -> None:
     ],
 )
 def test_figure_1_is_met_to_its_digits(name: str, states: float, baseline: float, reduced: float) -> None:
-    layers, hidden, _, tp, pp, *_ = SIZES[name]
+    layers, hidden, _, _, pp, *_ = SIZES[name]
     plan, both = planned(name), planned(name, sequence_parallel=True)
     first = rank_memory(plan, PAPER)[0]
     update = first.moments[-1].parts

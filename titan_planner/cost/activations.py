@@ -114,7 +114,7 @@ def _gradients_in_flight(block: Block, local: Local) -> float:
     """The stream's gradient, and the largest of the feed-forward's (of two products and their input), a norm's float32,
     and of materialised attention's scores the gradients after and before the softmax."""
     inside = 2 * _hidden(block.feed_forward, local) + local.tokens * local.dim * local.itemsize
-    norm = (3 if local.kernels == "eager" else 1) * local.stream_tokens * local.dim * 4
+    norm = (3 if local.kernels == "eager" and not local.norm_kernel else 1) * local.stream_tokens * local.dim * 4
     scores = 2 * _scores(heads(block.attention, local), local) * local.itemsize
     return local.stream_bytes + max(inside, norm, scores)
 
@@ -164,6 +164,10 @@ def _eager(block: Block, local: Local) -> Iterator[Saved]:
 
 def norm_saved(name: str, local: Local) -> Iterator[Saved]:
     """An eager RMSNorm, which computes in float32: in bfloat16 its input and weight are copies."""
+    if local.norm_kernel:
+        yield Saved(f"{name}: input", local.stream_bytes)
+        yield Saved(f"{name}: reciprocal roots", local.stream_tokens * 4)
+        return
     wide = local.stream_tokens * local.dim * 4
     yield Saved(f"{name}: input in float32", wide)
     yield Saved(f"{name}: reciprocal roots", local.stream_tokens * 4)

@@ -38,6 +38,7 @@ class Local:
     seq_len: int  # keys that a query of materialised attention has a score for, 0 where a kernel keeps no scores
     recompute_attention: bool  # attention's forward runs again in backward, so that nothing inside it is kept
     dropout: bool
+    norm_kernel: bool  # eager norms keep their input as it is
     capacity_factor: float | None
     imbalance: float  # rows that the busiest expert rank gets over the mean
     device: Literal["cuda", "cpu"]
@@ -85,6 +86,7 @@ def local(plan: Plan, program: Program, imbalance: float) -> Local:
         seq_len=plan.batch.seq_len if program.attention == "materialised" else 0,
         recompute_attention=program.recompute_attention,
         dropout=program.dropout,
+        norm_kernel=program.norm_kernel,
         capacity_factor=plan.expert_parallel.capacity_factor,
         imbalance=imbalance,
         device=plan.cluster.gpu.device,
@@ -99,9 +101,9 @@ def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused
 
 
 def loss_kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
-    """Who fuses the loss."""
-    if program.loss != "plan":
-        return program.loss
+    """Whose loss it is that memory is counted of. Composer's, timed as eager, is a kernel (llm-foundry's `fused_crossentropy`)."""
+    if program.kernels != "plan":
+        return program.kernels
     return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"
 
 
