@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from titan_planner.cost.memory import GIB, Parts, RankMemory, rank_memory
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint
 from titan_planner.ir.fqn import fold, pattern_matches
@@ -201,21 +202,24 @@ def _limits(spec: Spec, cluster: Cluster | None) -> Iterator[Complaint]:
 
 
 def feasibility(plan: Plan) -> Complaint | None:
-    """A complaint when what is *counted* (parameters, gradients, optimizer, gathered units) exceeds the device's memory.
+    """A complaint when parameters, gradients, optimizer and gathered units exceed the device's memory, as the update has them.
 
-    Activations are not: their formula is coarse, and a plan that may not fit is flagged in its estimate instead.
+    Activations are not counted: a plan that may not fit with them is flagged in its estimate instead. Nor is the fullest moment
+    looked at, which may come before there is any gradient.
     """
-    assert plan.estimate is not None
-    memory = plan.cluster.gpu.memory_gib
-    worst = max(
-        plan.estimate.memory, key=lambda m: m.parameters_gib + m.gradients_gib + m.optimizer_gib + m.unsharded_gib
-    )
-    counted = worst.parameters_gib + worst.gradients_gib + worst.optimizer_gib + worst.unsharded_gib
-    if counted <= memory or plan.fsdp.cpu_offload:
+    if plan.fsdp.cpu_offload:
         return None
+    memory = plan.cluster.gpu.memory_gib
+    worst = max((_at_update(rank) for rank in rank_memory(plan)), key=_states)
+    counted = _states(worst) / GIB
+    if counted <= memory:
+        return None
+    parameters, gradients, optimizer, gathered = (
+        part / GIB for part in (worst.parameters, worst.gradients, worst.optimizer, worst.unsharded)
+    )
     return Complaint(
-        f"the model does not fit: parameters {worst.parameters_gib:.1f} + gradients {worst.gradients_gib:.1f} + optimizer "
-        f"{worst.optimizer_gib:.1f} + gathered units {worst.unsharded_gib:.1f} = {counted:.1f} GiB a GPU before any activation, "
+        f"the model does not fit: parameters {parameters:.1f} + gradients {gradients:.1f} + optimizer {optimizer:.1f} + "
+        f"gathered units {gathered:.1f} = {counted:.1f} GiB a GPU before any activation, "
         f"but {plan.cluster.gpu.name} has {memory:.1f}",
         "cluster",
         hint=f"use about {_nodes_needed(plan)} nodes, or GPUs with more memory",
@@ -223,12 +227,18 @@ def feasibility(plan: Plan) -> Complaint | None:
     )
 
 
+def _at_update(rank: RankMemory) -> Parts:
+    return next(moment.parts for moment in rank.moments if moment.name == "optimizer")
+
+
+def _states(parts: Parts) -> float:
+    return parts.parameters + parts.gradients + parts.optimizer + parts.unsharded
+
+
 def _nodes_needed(plan: Plan) -> int:
     """Nodes at which the sharded state takes half of the memory, leaving the rest to activations and gathered units."""
-    assert plan.estimate is not None
-    state = sum(m.parameters_gib + m.gradients_gib + m.optimizer_gib for m in plan.estimate.memory) / len(
-        plan.estimate.memory
-    )
+    states = [_states(_at_update(rank)) for rank in rank_memory(plan)]
+    state = sum(states) / len(states) / GIB
     return max(
         plan.cluster.nodes + 1,
         -(-int(state * plan.cluster.num_gpus * 2) // int(plan.cluster.gpu.memory_gib * plan.cluster.gpus_per_node)),

@@ -17,11 +17,12 @@ from titan_planner.cost.estimate import estimate
 from titan_planner.cost.program import (
     COMPOSER,
     DDP_MIXED,
+    DEEPSPEED_BF16,
     DEEPSPEED_ZERO1,
     FUSED_FSDP,
     MEGATRON,
     NEMO,
-    TITAN,
+    TORCHTITAN,
     XLA_FSDP,
     Program,
 )
@@ -39,6 +40,7 @@ from titan_planner.ir.request import (
     CompileSpec,
     Float8Spec,
     LimitsSpec,
+    LossSpec,
     ModelSpec,
     OptimizerSpec,
     ParallelismSpec,
@@ -99,7 +101,7 @@ def to_plan(row: Row) -> Built:
         assume.append("ep is of no effect without experts")
         degrees = replace(degrees, ep=1, etp=1)
     micro, local, accumulation = _batch(row, degrees, fsdp, assume)
-    program, compiled = _program(row, fsdp, degrees, assume)
+    program, compiled = _program(row, fsdp, cluster, assume)
     recipe, filters, experts_in_float8 = _float8(row, model, program, assume)
     checkpoint = _recompute(row, fsdp, compiled, assume)
     schedule, layers = _pipeline(row, model, degrees, local // micro, fsdp, assume)
@@ -142,6 +144,7 @@ def to_plan(row: Row) -> Built:
             enable_fsdp_float8_all_gather=_gathers_float8(row, recipe, fsdp),
         ),
         compile=CompileSpec(enable=compiled, components=_components(row, compiled, cluster, assume)),
+        loss=LossSpec(chunks=_chunks(row, fsdp, assume)),
     )
     plan = _pinned(pins, model, cluster, row.id)
     if experts_in_float8:
@@ -215,29 +218,45 @@ def _zero1(row: Row, assume: list[str]) -> bool:
     return stage == 1
 
 
-def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
+def _program(row: Row, fsdp: bool, cluster: Cluster, assume: list[str]) -> tuple[Program, bool]:
     """The program, and whether the plan is compiled."""
-    program, compiled = _sharding_program(row, fsdp, degrees, assume)
-    return _with_attention(row, program, assume), compiled
+    program, compiled = _sharding_program(row, fsdp, cluster, assume)
+    program = _with_attention(row, program, assume)
+    return (program if fsdp else _megatron_options(row, program)), compiled
+
+
+def _megatron_options(row: Row, program: Program) -> Program:
+    """Dropout, and whether the loss is fused: where the row tells, and not before such kernels were there (fp16)."""
+    rates = (row.number_at("model.hidden_dropout"), row.number_at("model.attention_dropout"))
+    fused = row.flag("kernels.cross_entropy_loss_fusion")
+    if fused is None:
+        fused = row.text("tags.precision_class") != "fp16" and not _is_deepspeed(row)
+    # Megatron's `native` fusion compiles its functions, which then no longer write over their arguments.
+    compiled = row.text("kernels.cross_entropy_fusion_impl") == "native"
+    return replace(program, dropout=any(rates), loss_copies=(2 if compiled else 0) if fused else 1)
+
+
+def _is_deepspeed(row: Row) -> bool:
+    return "deepspeed" in f"{row.text('framework')} {row.text('parallelism.pp_schedule')}".casefold()
 
 
 def _with_attention(row: Row, program: Program, assume: list[str]) -> Program:
     """`program` with the generation of its attention kernel, where the row tells another than the program's usual one."""
     told = f"{row.text('kernels.attention_backend')} {row.text('overlap.attention')}".casefold()
-    if re.search(r"unfused|math|eager", told):
+    if re.search(r"unfused|math|eager", told) or row.text("kernels.transformer_impl") == "local":
         return replace(program, attention="materialised")
     if re.search(r"cudnn|fused|\bte\b|fa3|flash.?attention.?3", told):
         return replace(program, attention="third")
     if "flash" in told:
         return replace(program, attention="second")
-    if row.text("tags.precision_class") == "fp16":
-        # Mixed precision in fp16 is of 2020 to 2022, before FlashAttention came to these programs.
+    if row.text("tags.precision_class") == "fp16" or _is_deepspeed(row):
+        # Mixed precision in fp16 is of 2020 to 2022, as Megatron-DeepSpeed is, before FlashAttention came to these programs.
         assume.append("attention scores in memory, as before FlashAttention")
         return replace(program, attention="materialised")
     return program
 
 
-def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
+def _sharding_program(row: Row, fsdp: bool, cluster: Cluster, assume: list[str]) -> tuple[Program, bool]:
     compiled, graphs = _compiled(row, assume if fsdp else [])
     about = _software(row)
     if fsdp:
@@ -248,13 +267,17 @@ def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]
         precision = row.text("precision").casefold()
         if re.search(r"\bamp\b|autocast|transformer ?engine", precision) and not compiled:
             return COMPOSER, False
-        program = TITAN
+        recent = _is_blackwell(cluster)
+        # Tables of Blackwell are of torch 2.9 and later.
+        program = replace(TORCHTITAN, norm_kernel=recent, returns_outputs=not recent)
         if row.count("parallelism.zero_stage") == 2 and not row.text("overlap.reshard_after_forward"):
-            program = replace(TITAN, name="zero2", data_policy="zero2", executable=False)
+            program = replace(program, name="zero2", data_policy="zero2", executable=False)
         return replace(program, graphs=graphs), compiled
     sharded = _zero1(row, assume)
     if _holds(row, r"(fp16|bf16) grad\w* accum|fp16 grad\w* only") and sharded:
         program = DEEPSPEED_ZERO1
+    elif sharded and _is_deepspeed(row):
+        program = DEEPSPEED_BF16
     elif not sharded:
         program = DDP_MIXED
     elif _is_nemo(row):
@@ -300,14 +323,38 @@ def _components(row: Row, compiled: bool, cluster: Cluster, assume: list[str]) -
 
     TorchTitan compiled blocks only until 2025; tables of Blackwell GPUs and AMD's are of later, when the loss was too.
     """
-    if not compiled or "loss" in row.text("compile").casefold():
+    text, notes = row.text("compile").casefold(), row.text("notes").casefold()
+    if "loss-only compile" in notes:
+        return ("loss",)
+    if "model components" in text or "model-only compile" in notes:
+        return ("model",)
+    if not compiled or "loss" in text:
         return ("model", "loss")
-    gpu = cluster.gpu
-    if gpu.vendor == "amd" or (gpu.compute_capability or "0").startswith(("10", "12")):
+    if cluster.gpu.vendor == "amd" or _is_blackwell(cluster):
         assume.append("the loss is compiled too, as in TorchTitan of 2025 and later")
         return ("model", "loss")
     assume.append("the loss is not compiled")
     return ("model",)
+
+
+def _is_blackwell(cluster: Cluster) -> bool:
+    return (cluster.gpu.compute_capability or "0").startswith(("10", "12"))
+
+
+def _chunks(row: Row, fsdp: bool, assume: list[str]) -> int:
+    """Parts in which head and loss take their turn. TorchTitan's chunked loss has eight when it is not told how many."""
+    if not fsdp:
+        return 1
+    notes = row.text("notes").casefold()
+    told = re.search(r"(?:chunks ?|num_chunks )(\d+)", notes)
+    if told:
+        return max(1, int(told[1]))
+    if "chunked cross entropy" in notes:
+        return 8
+    if "autoresearch parallelize" in row.text("source.title").casefold():
+        assume.append("the loss in eight chunks, TorchTitan's default in May 2026")
+        return 8
+    return 1
 
 
 def _reduce_dtype(row: Row, low_precision: bool) -> Literal["float32", "bfloat16"]:
@@ -746,6 +793,7 @@ class _Pins:
     activation_checkpoint: ActivationCheckpointSpec
     float8: Float8Spec
     compile: CompileSpec
+    loss: LossSpec
 
 
 @functools.lru_cache(maxsize=512)
@@ -761,6 +809,7 @@ def _lowered(pins: _Pins, model: Model, cluster: Cluster) -> Plan | Unusable:
         activation_checkpoint=pins.activation_checkpoint,
         float8=pins.float8,
         compile=pins.compile,
+        loss=pins.loss,
         # The whole card counts: what is not the plan's is a reserve of the estimate.
         limits=LimitsSpec(memory_headroom=0.0, keep_tp_in_node=False),
     )
@@ -796,7 +845,7 @@ def _overlap(row: Row, plan: Plan, program: Program) -> tuple[Plan, Program]:
     if tensor is None:
         tensor = row.flag("overlap.tp_linear_async_communication")
     asynchronous = row.flag("overlap.async_tp")
-    if asynchronous and plan.mesh.tp > 1 and program.name == TITAN.name:
+    if asynchronous and plan.mesh.tp > 1 and program.name == TORCHTITAN.name:
         if plan.compile.enable and plan.tensor_parallel.sequence_parallel:
             plan = replace(plan, tensor_parallel=replace(plan.tensor_parallel, async_tp=True))
         else:

@@ -12,7 +12,7 @@ from tests.unit.builders import PIPELINE, TINY, compile_text
 from titan_planner.cost.local import BALANCED, local, worst_imbalance
 from titan_planner.cost.loss import loss_bytes
 from titan_planner.cost.memory import Parts, module_numel, rank_memory, stage_memory
-from titan_planner.cost.program import MEGATRON, Program
+from titan_planner.cost.program import DEEPSPEED_BF16, DEEPSPEED_ZERO1, MEGATRON, TORCHTITAN, Program
 from titan_planner.cost.reserve import communicators, reserve
 from titan_planner.ir.inventory import num_params
 from titan_planner.ir.model import Block, Blocks, Gqa, Model, Moe, RmsNorm, Rope, SwiGlu
@@ -204,3 +204,75 @@ def test_memory_grows_with_what_is_kept() -> None:
         for mode in ("full", "selective", "none")
     ]
     assert kept == sorted(kept) and kept[0] < kept[2] / 2
+
+
+def test_torchs_loss_parallel_has_four_float32_copies_of_the_logits() -> None:
+    plan = megatron_plan(2, 512, 4, 4, 1024, 1024, plans.mesh(tp=2))
+    logits = 4096 * 512
+    options: dict[str, Any] = {"loss_parallel": True, "chunks": 1, "z_loss": False}
+    sizes = local(plan, Program(), BALANCED)
+    torchs = loss_bytes(sizes, "eager", logits_held=False, dtensor=True, **options)
+    assert (torchs.kept, torchs.peak) == (4 * logits, 16 * logits)
+    held = loss_bytes(sizes, "eager", logits_held=True, dtensor=True, **options)
+    assert held.peak - torchs.peak == held.kept - torchs.kept == 2 * logits
+    ours = loss_bytes(sizes, "eager", logits_held=False, **options)
+    assert ours.peak < torchs.peak
+    assert parts(plan, "loss", program=TORCHTITAN).logits == torchs.peak
+
+
+def test_megatrons_loss_copies_the_logits_to_float32() -> None:
+    plan = megatron_plan(2, 512, 4, 4, 1024, 1024, plans.mesh())
+    logits = 4096 * 1024
+    for copies, peak in ((0, 2 * logits + 4 * 4096), (1, 6 * logits), (2, 10 * logits)):
+        assert parts(plan, "loss", program=replace(MEGATRON, loss_copies=copies)).logits == peak
+
+
+def test_a_norm_kernel_keeps_its_input_as_it_is() -> None:
+    plan = compile_text(LLAMA.replace("selective", "none"))
+    moment = "last block's backward"
+    wide, narrow = (parts(plan, moment, program=Program(norm_kernel=flag)).activations for flag in (False, True))
+    stream = 8192 * 4096
+    # Of two norms the block's own copies (4 + 4 against 2 bytes), and one gradient in flight is narrower.
+    assert wide - narrow >= 2 * 6 * stream
+
+
+def test_a_pipelines_stage_keeps_what_it_hands_on_and_counts_what_arrives_once() -> None:
+    plan = compile_text(PIPELINE)
+    name = "first block's backward"
+    keeps, empties = (
+        [parts(plan, name, rank, program=Program(keeps_outputs=flag)).activations for rank in range(plan.mesh.pp)]
+        for flag in (True, False)
+    )
+    more = [a - b for a, b in zip(keeps, empties, strict=True)]
+    stream = 8192 * 4096 * 2 / plan.mesh.tp
+    assert all(amount >= stream and amount % stream == 0 for amount in more[:-1])
+    # The last stage hands nothing on.
+    last = {stage.index for stage in plan.pipeline.stages if stage.pp_rank == plan.mesh.pp - 1}
+    assert more[-1] == 0 or len(last) > 1
+
+
+def test_returned_outputs_stay_until_the_step_is_over() -> None:
+    plan = compile_text(PIPELINE)
+    rank = plan.pipeline.stages[-1].pp_rank
+    chunk = 8192 * plan.model.vocab_size * 2 / plan.mesh.tp
+    returns = Program(returns_outputs=True)
+    more = parts(plan, "loss", rank, program=returns).logits - parts(plan, "loss", rank).logits
+    assert more == plan.pipeline.microbatches * chunk
+    assert parts(plan, "outputs together", rank, program=returns).logits == 2 * more
+    if rank:
+        assert parts(plan, "first block's backward", 0, program=returns) == parts(plan, "first block's backward", 0)
+
+
+def test_deepspeeds_optimizers_hold_further_gradients() -> None:
+    plan = megatron_plan(2, 512, 4, 4, 1024, 1024, plans.mesh(dp_shard=2))
+    count = num_params(plan.model)
+    held = parts(plan, "optimizer", program=DEEPSPEED_ZERO1)
+    # fp16 weights and gradients; main weights, two moments and the gradients' copy in float32 over two ranks.
+    assert held.parameters + held.gradients + held.optimizer == (2 + 2 + 16 / 2) * count
+    block, update, embedding = (
+        parts(plan, moment, program=DEEPSPEED_BF16)
+        for moment in ("first block's backward", "optimizer", "embedding's backward")
+    )
+    assert update.parameters + update.gradients + update.optimizer == (2 + 4 + 12 / 2) * count
+    assert (block.unsharded, update.unsharded) == (2 * count, 0)
+    assert embedding.unsharded == 2 * count + 4 * 1024 * 512

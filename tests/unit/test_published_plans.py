@@ -16,11 +16,12 @@ from tests.unit.published_rows import MEGATRON_ROW, MOE, TITAN_ROW, row, write
 from titan_planner.cost.program import (
     COMPOSER,
     DDP_MIXED,
+    DEEPSPEED_BF16,
     DEEPSPEED_ZERO1,
     FUSED_FSDP,
     MEGATRON,
     NEMO,
-    TITAN,
+    TORCHTITAN,
     XLA_FSDP,
     Program,
 )
@@ -51,7 +52,7 @@ def policies(built: Built) -> list[str]:
 def test_an_fsdp_row_is_this_runtimes_plan() -> None:
     built = to_plan(row())
     plan = built.plan
-    assert built.program == TITAN
+    assert built.program == TORCHTITAN
     assert not verify(plan)
     assert (plan.mesh.dp_shard, plan.mesh.world_size) == (16, 16)
     assert (plan.batch.local_batch_size, plan.batch.accumulation_steps, plan.batch.global_batch_size) == (1, 2, 32)
@@ -97,8 +98,8 @@ def test_a_megatron_row_is_its_layout_under_megatrons_program() -> None:
 @pytest.mark.parametrize(
     ("entry", "program"),
     [
-        (row(), TITAN),
-        (row(parallelism__zero_stage=None), TITAN),
+        (row(), TORCHTITAN),
+        (row(parallelism__zero_stage=None), TORCHTITAN),
         (row(framework="Megatron-FSDP"), FUSED_FSDP),
         (row(overlap__kernels="TE + DeepEP"), FUSED_FSDP),
         (row(framework="MaxText (JAX)"), XLA_FSDP),
@@ -110,18 +111,58 @@ def test_a_megatron_row_is_its_layout_under_megatrons_program() -> None:
         (row(MEGATRON_ROW, parallelism__zero_stage=None), MEGATRON),
         (
             row(MEGATRON_ROW, parallelism__zero_stage=None, precision="fp16", tags__precision_class="fp16"),
-            replace(DDP_MIXED, attention="materialised"),
+            replace(DDP_MIXED, attention="materialised", loss_copies=1),
         ),
-        (row(precision="bf16 (amp)", compile=False), COMPOSER),
+        (row(precision="bf16 (amp)", compile=False), replace(COMPOSER, float8_products=1.0)),
     ],
 )
 def test_the_program_follows_from_what_the_row_says(entry: Row, program: Program) -> None:
     assert to_plan(entry).program == program
 
 
+def test_memory_that_a_program_takes_beyond_the_plan_is_told_by_the_row() -> None:
+    kernels = {"cross_entropy_loss_fusion": False, "transformer_impl": "local"}
+    dropout = {**MEGATRON_ROW["model"], "hidden_dropout": 0.1}
+    told = to_plan(row(MEGATRON_ROW, kernels=kernels, model=dropout)).program
+    assert (told.dropout, told.loss_copies, told.attention) == (True, 1, "materialised")
+    native = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+    told = to_plan(row(MEGATRON_ROW, kernels=native)).program
+    assert (told.dropout, told.loss_copies, told.attention) == (False, 2, MEGATRON.attention)
+    deepspeed = to_plan(row(MEGATRON_ROW, parallelism__pp_schedule="1F1B (DeepSpeed)")).program
+    assert deepspeed == replace(DEEPSPEED_BF16, attention="materialised", loss_copies=1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "components"),
+    [
+        (row(compile="yes (model and loss)"), ("model", "loss")),
+        (row(compile=True), ("model",)),
+        (row(compile="yes (model components)"), ("model",)),
+        (row(compile=True, notes="loss-only compile of a wide head"), ("loss",)),
+    ],
+)
+def test_what_is_compiled_is_told_by_the_row(entry: Row, components: tuple[str, ...]) -> None:
+    assert to_plan(entry).plan.compile.components == components
+
+
+@pytest.mark.parametrize(
+    ("entry", "chunks"),
+    [
+        (row(), 1),
+        (row(notes="chunked cross entropy"), 8),
+        (row(notes="loss num_chunks 4 is slower"), 4),
+        (row(notes="MXFP8, loss chunks2"), 2),
+        (row(source={"title": "TorchTitan autoresearch parallelize log"}), 8),
+        (row(MEGATRON_ROW, notes="chunked cross entropy"), 1),
+    ],
+)
+def test_chunks_of_the_loss_are_told_by_the_row(entry: Row, chunks: int) -> None:
+    assert to_plan(entry).plan.loss.chunks == chunks
+
+
 def test_weights_that_stay_gathered_are_zero_2_of_fsdp() -> None:
     built = to_plan(row(parallelism__zero_stage=2, overlap__reshard_after_forward="never"))
-    assert built.program == TITAN
+    assert built.program == TORCHTITAN
     assert {unit.reshard_after_forward for unit in built.plan.fsdp.units} == {False}
     assert to_plan(row(parallelism__zero_stage=2, overlap=None)).program.data_policy == "zero2"
 

@@ -96,7 +96,7 @@ def everything(block: Block, local: Local) -> tuple[Saved, ...]:
             found = _fused(block, local)
         case _:
             assert_never(local.kernels)
-    return tuple(found)
+    return (*found, *_dropout_masks(local))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -105,14 +105,23 @@ def backward_working(block: Block, local: Local, policy: CheckpointPolicy, numbe
     again = 0.0
     if policy.mode != "none":
         again = max(0.0, total(everything(block, local)) - total(block_saved(block, local, policy, number)))
+    if local.recompute_attention:
+        again += total(tuple(_inside_attention(heads(block.attention, local), local)))
     return again + _gradients_in_flight(block, local)
 
 
 def _gradients_in_flight(block: Block, local: Local) -> float:
-    """The stream's gradient, and the larger of the feed-forward's (of two products and their input) and a norm's float32."""
+    """The stream's gradient, and the largest of the feed-forward's (of two products and their input), a norm's float32,
+    and of materialised attention's scores the gradients after and before the softmax."""
     inside = 2 * _hidden(block.feed_forward, local) + local.tokens * local.dim * local.itemsize
-    norm = (3 if local.kernels == "eager" else 1) * local.stream_tokens * local.dim * 4
-    return local.stream_bytes + max(inside, norm)
+    norm = (3 if local.kernels == "eager" and not local.norm_kernel else 1) * local.stream_tokens * local.dim * 4
+    scores = 2 * _scores(heads(block.attention, local), local) * local.itemsize
+    return local.stream_bytes + max(inside, norm, scores)
+
+
+def _scores(columns: Heads, local: Local) -> float:
+    """Scores of this rank's queries; none where a kernel keeps them out of memory."""
+    return local.tokens * local.seq_len * columns.heads
 
 
 def _hidden(feed_forward: FeedForward, local: Local) -> float:
@@ -155,6 +164,10 @@ def _eager(block: Block, local: Local) -> Iterator[Saved]:
 
 def norm_saved(name: str, local: Local) -> Iterator[Saved]:
     """An eager RMSNorm, which computes in float32: in bfloat16 its input and weight are copies."""
+    if local.norm_kernel:
+        yield Saved(f"{name}: input", local.stream_bytes)
+        yield Saved(f"{name}: reciprocal roots", local.stream_tokens * 4)
+        return
     wide = local.stream_tokens * local.dim * 4
     yield Saved(f"{name}: input in float32", wide)
     yield Saved(f"{name}: reciprocal roots", local.stream_tokens * 4)
@@ -176,12 +189,32 @@ def _attention_core(columns: Heads, local: Local) -> Iterator[Saved]:
     yield Saved("attention: rotated keys", tokens * columns.keys * size)
     yield Saved("attention: values", tokens * columns.keys * size)
     yield Saved("attention: result", tokens * columns.queries * size)
-    yield Saved("attention: log-sums in float32", tokens * columns.heads * 4)
+    if not local.recompute_attention:
+        yield from _inside_attention(columns, local)
     if local.cp > 1 and local.cp_method == "allgather":
         yield Saved("attention: keys and values of all context ranks", 2 * local.cp * tokens * columns.keys * size)
     if local.cp > 1 and local.cp_method == "alltoall":
         # Queries, keys and values are kept after the exchange, and the result on both sides of it.
         yield Saved("attention: result after the exchange", tokens * columns.queries * size)
+
+
+def _inside_attention(columns: Heads, local: Local) -> Iterator[Saved]:
+    """What lies between queries, keys and values, and the result: of all scores the softmax, and dropout's mask and result
+    (arXiv 2205.05198, section 4.1: 5 bytes a score in 16 bits), or only a kernel's sums."""
+    scores = _scores(columns, local)
+    if not scores:
+        yield Saved("attention: log-sums in float32", local.tokens * columns.heads * 4)
+        return
+    yield Saved("attention: softmax of the scores", scores * local.itemsize)
+    if local.dropout:
+        yield Saved("attention: mask of the scores' dropout", scores)
+        yield Saved("attention: scores after dropout", scores * local.itemsize)
+
+
+def _dropout_masks(local: Local) -> Iterator[Saved]:
+    if local.dropout:
+        for name in ("attention", "feed_forward"):
+            yield Saved(f"{name}: mask of dropout", local.stream_tokens * local.dim)
 
 
 def _eager_swiglu(name: str, hidden: float, local: Local) -> Iterator[Saved]:
@@ -429,7 +462,9 @@ def _leaving(name: str, local: Local, *, needed: bool) -> Iterator[Produced]:
 @functools.lru_cache(maxsize=1024)
 def embedding_saved(local: Local) -> tuple[Saved, ...]:
     """Nothing but the batch itself, and under tensor parallelism the rows looked up here (int64) and which are elsewhere."""
-    return () if local.tp == 1 else (Saved("tok_embeddings: rows and mask", local.tokens * 9),)
+    rows = () if local.tp == 1 else (Saved("tok_embeddings: rows and mask", local.tokens * 9),)
+    mask = (Saved("tok_embeddings: mask of dropout", local.stream_tokens * local.dim),) if local.dropout else ()
+    return (*rows, *mask)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -35,6 +35,10 @@ class Local:
     ep: int
     etp: int
     kernels: Literal["eager", "compiled", "fused"]
+    seq_len: int  # keys that a query of materialised attention has a score for, 0 where a kernel keeps no scores
+    recompute_attention: bool  # attention's forward runs again in backward, so that nothing inside it is kept
+    dropout: bool
+    norm_kernel: bool  # eager norms keep their input as it is
     capacity_factor: float | None
     imbalance: float  # rows that the busiest expert rank gets over the mean
     device: Literal["cuda", "cpu"]
@@ -79,6 +83,10 @@ def local(plan: Plan, program: Program, imbalance: float) -> Local:
         ep=mesh.ep,
         etp=mesh.etp,
         kernels=kernels(plan, program),
+        seq_len=plan.batch.seq_len if program.attention == "materialised" else 0,
+        recompute_attention=program.recompute_attention,
+        dropout=program.dropout,
+        norm_kernel=program.norm_kernel,
         capacity_factor=plan.expert_parallel.capacity_factor,
         imbalance=imbalance,
         device=plan.cluster.gpu.device,
@@ -93,7 +101,7 @@ def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused
 
 
 def loss_kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
-    """Who fuses the loss."""
+    """Whose loss it is that memory is counted of. Composer's, timed as eager, is a kernel (llm-foundry's `fused_crossentropy`)."""
     if program.kernels != "plan":
         return program.kernels
     return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"

@@ -26,14 +26,20 @@ def loss_bytes(
     chunks: int,
     z_loss: bool,
     logits_held: bool,
+    copies: int = 0,
+    dtensor: bool = False,
 ) -> LossBytes:
-    """`chunks` parts of the sequence take their turn; `logits_held` says that a pipeline's stage keeps its output.
+    """`chunks` parts of the sequence take their turn; `logits_held` says that a pipeline's stage keeps its output; `copies` in
+    float32 is what a fused loss makes of the logits.
 
     Bytes a logit, n being a logit's own: eager cross-entropy keeps log_softmax's float32 result (4), and its backward has
     that, nll_loss's gradient and log_softmax's gradient at once (12). With the z-loss the widened logits are there too (4
-    more). Loss parallel keeps the logits (n); forward and backward each have two float32 copies beside them (n + 8).
-    Compiled, the logits are kept and the gradient is written at once (2 n); a scatter makes the loss-parallel gradient
-    float32 first (n + 4 + n). A fused kernel writes the gradient over the logits.
+    more). Loss parallel keeps the logits (n); forward and backward each have two float32 copies beside them (n + 8);
+    DTensor's handlers keep the float32 result (4) and need four such at once in backward (16; torch 2.13,
+    distributed/tensor/parallel/loss.py). Compiled, the logits are kept and the gradient is written at once (2 n); a scatter
+    makes the loss-parallel gradient float32 first (n + 4 + n). A fused kernel writes the gradient over the logits. Megatron-LM's
+    own does so with a copy in float32 (4), beside the logits in forward and beside their gradient in backward (n + 4;
+    tensor_parallel/cross_entropy.py there), and compiled makes two.
     """
     size = local.itemsize
     logits = local.tokens * local.vocab
@@ -41,6 +47,10 @@ def loss_bytes(
     kept: float
     peak: float
     match kernels:
+        case "eager" if loss_parallel and dtensor:
+            held = size * logits if logits_held else 0.0
+            kept = 4 * logits + held
+            peak = 16 * logits + held
         case "eager" if loss_parallel:
             # Per token: peak, total with its twin in one storage, label (int64), and two masks.
             small = 4 + 8 + 8 + 1 + 1
@@ -58,6 +68,9 @@ def loss_bytes(
         case "compiled":
             kept = size * logits + 2 * each
             peak = (2 * size + (4 if loss_parallel else 0)) * logits
+        case "fused" if copies:
+            kept = 4 * logits
+            peak = (size + 4 * copies) * logits
         case "fused":
             kept = size * logits + each
             peak = kept

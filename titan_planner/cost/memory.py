@@ -341,6 +341,11 @@ class _Rank:
                 counted += around
                 by_stage[layer.stage] += around
         last = any(layer.fqn == "output" for layer in self.layers)
+        for stage in stages if self.plan.mesh.pp > 1 else ():
+            if self.program.keeps_outputs and stage < len(self.plan.pipeline.stages) - 1:
+                by_stage[stage] += self.sizes.stream_bytes
+            if stage and self._keeps_what_arrives(stage):
+                by_stage[stage] -= self.sizes.stream_bytes
         loss = self._loss() if last else LossBytes(0.0, 0.0, 0.0)
         activations = peak_bytes(
             self.points, [Kept(until_weight=by_stage[stage], between=between[stage]) for stage in stages]
@@ -348,6 +353,8 @@ class _Rank:
         # Of all microbatches in flight but the one whose loss is computed now, logits wait too; the last stage runs
         # backward as soon as it can, but in schedules that do all forwards first.
         waiting = loss.kept * (self.plan.pipeline.microbatches - 1) if self._loss_waits() else 0.0
+        returned = self._returned() if last else 0.0
+        waiting += returned
         static = self._static()
         gradients = self._gradients()
         moments = [
@@ -365,13 +372,29 @@ class _Rank:
             Moment(
                 "last block's backward",
                 # Of the last microbatch, so that no other is in flight, and all gradients but this block's are there.
-                self._at(static, min(least, kept) + working, 0.0, self._all_gradients(), "block", self.float8),
+                self._at(static, min(least, kept) + working, returned, self._all_gradients(), "block", self.float8),
             ),
             Moment(
+                "embedding's backward in the pipeline",
+                self._at(
+                    static,
+                    max(0.0, activations - by_stage[stages[0]]) + self.sizes.stream_bytes,
+                    waiting,
+                    gradients,
+                    "embedding",
+                ),
+            )
+            if self.plan.mesh.pp > 1 and self.layers[0].fqn == "tok_embeddings"
+            else None,
+            Moment(
                 "embedding's backward",
-                self._at(static, self.sizes.stream_bytes, 0.0, self._all_gradients(), "embedding"),
+                self._at(static, self.sizes.stream_bytes, returned, self._all_gradients(), "embedding"),
             )
             if any(layer.fqn == "tok_embeddings" for layer in self.layers)
+            else None,
+            # All chunks, and what they are put together in.
+            Moment("outputs together", self._at(static, 0.0, 2 * returned, self._all_gradients(), "loss"))
+            if returned
             else None,
             Moment("optimizer", self._at_update(static)),
         ]
@@ -396,6 +419,14 @@ class _Rank:
             )
         return self.prices[key]
 
+    def _keeps_what_arrives(self, stage: int) -> bool:
+        """Whether the stage's first block keeps the very buffer that its input arrived in, which counts as communication's."""
+        if self.program.data_policy != "plan":
+            return False
+        first = next(layer for layer in self.layers if layer.stage == stage)
+        as_it_is = self.sizes.kernels != "eager" or self.sizes.norm_kernel
+        return first.fqn in self.blocks and (as_it_is or self.policies[first.checkpoint].mode != "none")
+
     def _around(self, layer: Layer) -> float:
         """Of embedding, norm or output, whatever their policy: a checkpoint of one keeps its input instead."""
         full = self.policies[layer.checkpoint].mode == "full"
@@ -415,7 +446,15 @@ class _Rank:
             chunks=self.plan.loss.chunks,
             z_loss=self.plan.loss.z_loss > 0,
             logits_held=self.plan.mesh.pp > 1,
+            copies=self.program.loss_copies,
+            dtensor=self.program.dtensor_loss,
         )
+
+    def _returned(self) -> float:
+        """Logits of all microbatches, where the program has a pipeline return its outputs."""
+        if self.plan.mesh.pp == 1 or not self.program.returns_outputs:
+            return 0.0
+        return float(self.plan.pipeline.microbatches * self.sizes.tokens * self.sizes.vocab * self.sizes.itemsize)
 
     def _loss_waits(self) -> bool:
         return self.plan.pipeline.schedule in ("GPipe", "LoopedBFS")
@@ -597,12 +636,17 @@ class _Rank:
         return gathered + whole + reducing
 
     def _placeholders(self, moment: str) -> float:
-        """Gradients of weights that kernels add to a buffer are still handed to autograd, as tensors without meaning.
+        """Gradients of weights that kernels add to a buffer are still handed to autograd, as tensors without meaning; programs
+        without such kernels have true ones until they are added up.
 
         Transformer Engine keeps one for every shape of a block, Megatron's output projection makes one each time, and the
         embedding's gradient is a true one (transformer_engine.pytorch.module.base.get_dummy_wgrad; Megatron-LM,
         tensor_parallel/layers.py).
         """
+        if self.program.backward_gradient_bytes:
+            # One at a time is widened to be added, when backward is done: the embedding's is the largest.
+            widened = 4.0 * self.elements["tok_embeddings"].all if moment == "embedding" else 0.0
+            return self.program.backward_gradient_bytes * self._sums.all + widened if moment != "update" else 0.0
         if self.sizes.kernels != "fused":
             return 0.0
         numel = {layer.fqn: self.elements[layer.fqn].all for layer in self.layers}
@@ -671,6 +715,8 @@ class _Rank:
                 more = 4.0 * 4 * min(numel, 1 << 25)
             elif plan.optimizer.implementation == "foreach":
                 more = numel * BYTES[plan.optimizer.state_dtype]
+        elif self.program.update_gradient_bytes:
+            more = self.program.update_gradient_bytes * self._owned
         return Parts(
             parameters=static.parameters,
             gradients=self._all_gradients(),

@@ -47,6 +47,14 @@ class Program:
     recompute_attention: bool = (
         False  # backward runs attention's forward again where blocks are kept (Megatron's "selective")
     )
+    dropout: bool = False  # after attention, feed-forward and embedding, and of materialised attention's scores
+    loss_copies: int = 0  # of the logits in float32 that a fused loss makes: Megatron-LM's own one, compiled two
+    dtensor_loss: bool = False  # loss parallel by torch's own handlers of DTensor (TorchTitan), not by this runtime's
+    norm_kernel: bool = False  # eager norms are one kernel, which keeps its input as it is (torch from 2.9 on)
+    keeps_outputs: bool = True  # a pipeline's stage keeps what it hands on until its backward (Megatron-LM empties it)
+    returns_outputs: bool = False  # a pipeline hands out the logits of all microbatches (torch's default)
+    backward_gradient_bytes: int = 0  # of a further gradient of every weight, from its backward until it is added up
+    update_gradient_bytes: int = 0  # of a copy of the gradients that are updated with, sharded with the optimizer
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
     overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls though the plan does not ask for it
@@ -57,6 +65,9 @@ class Program:
 
 
 TITAN = Program()
+TORCHTITAN = replace(TITAN, name="torchtitan", dtensor_loss=True, returns_outputs=True)
+"""TorchTitan, which executes the same plans: its loss is torch's, and until 2025 its pipelines returned their outputs."""
+
 MEGATRON = Program(
     name="megatron",
     executable=False,
@@ -70,6 +81,7 @@ MEGATRON = Program(
     gradient_bytes=4,
     main_weight_bytes=4,
     moment_bytes=8,
+    keeps_outputs=False,
 )
 """Megatron-LM with its distributed optimizer: bf16 weights, fp32 gradients, fp32 main weights and moments over dp, i.e.
 6 + 12 / dp bytes a parameter (Megatron-LM docs, distributed optimizer)."""
@@ -82,9 +94,16 @@ DDP_MIXED = replace(MEGATRON, name="megatron-ddp", data_policy="ddp")
 """Megatron-LM without the distributed optimizer: everything whole on every data rank, 18 bytes a parameter (the 45.56 GiB of
 figure 1 in Korthikanti et al. 2022, arXiv 2205.05198, are 18 bytes x 22e9 / 8)."""
 
-DEEPSPEED_ZERO1 = replace(MEGATRON, name="deepspeed-zero1", gradient_bytes=2)
+DEEPSPEED_ZERO1 = replace(
+    MEGATRON, name="deepspeed-zero1", gradient_bytes=2, update_gradient_bytes=4, keeps_outputs=True
+)
 """Megatron-DeepSpeed with ZeRO-1 in fp16: weights and gradients of 2 bytes, main weights and moments sharded, i.e.
-4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, P_os)."""
+4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, P_os), and while it updates a float32 copy of the
+gradients that a rank owns (DeepSpeed, runtime/zero/stage_1_and_2.py)."""
+
+DEEPSPEED_BF16 = replace(MEGATRON, name="deepspeed-bf16", backward_gradient_bytes=2, keeps_outputs=True)
+"""Megatron-DeepSpeed's optimizer for bf16: 6 + 12 / dp bytes a parameter, and 2 for the gradients that a microbatch's backward
+makes before they are added to those in float32 (DeepSpeed, runtime/bf16_optimizer.py)."""
 
 FUSED_FSDP = Program(
     name="fused-fsdp", executable=False, kernels="fused", loss="fused", attention="third", float8_products=1.0
