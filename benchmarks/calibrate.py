@@ -88,11 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cross", action="store_true", help="predict every source from fits without it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the fits and errors")
     parser.add_argument("--gpu", action="append", help="only these GPUs")
+    parser.add_argument(
+        "--source",
+        help="only this source's rows: one set of numbers for one cluster, as `titan-plan calibrate` fits it",
+    )
     arguments = parser.parse_args(argv)
     cases = [
         case
         for case in load_cases(arguments.rows)
         if case.plan is not None and case.measured.step_time_s is not None and not case.time_unlike
+        if arguments.source is None or case.row.source == arguments.source
     ]
     found: dict[str, Fit] = {}
     report: dict[str, object] = {}
@@ -108,8 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
               f"{_median(result.before):.1%} before, {_median(result.after):.1%} after")  # fmt: skip
         print("  " + ", ".join(f"{f.name} {getattr(result.efficiency, f.name):.3g}" for f in fields(Efficiency)
                                if f.name != "source"))  # fmt: skip
+        if arguments.source is not None:
+            print(f"  {arguments.source} alone: mean {statistics.mean(map(abs, result.after)):.2%}, "
+                  f"worst {max(map(abs, result.after)):.2%}")  # fmt: skip
         entry: dict[str, object] = {
-            "rows": sorted(names),
+            "rows": {run.name: error for run, error in zip(runs, result.after, strict=True)},
             "efficiency": {f.name: getattr(result.efficiency, f.name) for f in fields(Efficiency)},
             "median_abs_error": _median(result.after),
         }
