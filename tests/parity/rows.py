@@ -232,6 +232,8 @@ ROWS: tuple[Row, ...] = (
     experts("experts, ep 2, checkpointing selective", {"dp_shard": 2}, 2, same_bits_as="experts, ep 2",
             activation_checkpoint={"mode": "selective"}),
     experts("experts, ep 2, accumulation 4", {"dp_shard": 2}, 2, training={"local_batch_size": 1}),
+    experts("experts in groups, softmax on inputs, ep 2", {"dp_shard": 2}, 2, model={**MOE, "overrides": {"moe": {
+        "num_groups": 4, "num_limited_groups": 2, "score_function": "softmax", "score_before_experts": True}}}),
     experts("experts, tp 2", {"tp": 2}),
     experts("experts, tp 2 with ep 2", {"tp": 2}, 2),
     experts("experts, tp 2 x dp 2 with ep 2", {"tp": 2, "dp_shard": 2}, 2),

@@ -112,13 +112,11 @@ def prefetched(rank: Rank, plan: Plan) -> dict[str, tuple[list[str], list[str]]]
     from titan_runtime.mesh import build_mesh
 
     module = build_model(plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
-    units = {
-        part._get_fsdp_state(): fqn for fqn, part in module.named_modules() if fqn and isinstance(part, FSDPModule)
-    }
-    # `norm` and `output` are one unit with one state; it goes by the first one's name.
-    names = {}
-    for state, fqn in units.items():
-        names.setdefault(state, fqn)
+    names: dict[object, str] = {}
+    for fqn, part in module.named_modules():
+        if fqn and isinstance(part, FSDPModule):
+            # `norm` and `output` are one unit with one state; it goes by the first one's name.
+            names.setdefault(part._get_fsdp_state(), fqn)
     return {
         name: (
             [names[other] for other in state._states_to_forward_prefetch],
