@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from tests.harness import Rank, RanksFailed, run_ranks
 from titan_runtime.watch import Watch, claim, connect_again, said
 
 SECONDS = 2.0  # a roll call takes three eighths of it
@@ -76,3 +77,25 @@ def test_one_that_comes_later_says_nothing_when_it_has_been_said(store: dist.TCP
 
 def test_a_store_in_memory_has_no_second_connection() -> None:
     assert connect_again(dist.HashStore(), timedelta(seconds=1)) is None
+
+
+def in_a_collective_that_never_returns(rank: Rank) -> None:
+    """Rank 0 hosts the store and gives no sign of life; the others wait for it for ever."""
+    if rank.index == 0:
+        hosted = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        rank.store.set("port", str(hosted.port))
+    else:
+        port = int(rank.store.get("port"))
+        own = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+        Watch(own, rank.index, rank.world_size, SECONDS).start()
+    threading.Event().wait()
+
+
+def test_ranks_that_wait_in_a_collective_that_never_returns_are_ended() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(in_a_collective_that_never_returns, 3, process_group=False)
+    assert failure.value.errors[1] == failure.value.errors[2] == "ended without an answer: exit code 1"
+    printed = failure.value.output
+    # Once, by the rank that watches the silent one.
+    assert "titan: rank 2: rank 0 gives no sign of life for " in printed[2]
+    assert printed[1] == ""
