@@ -10,15 +10,11 @@ for the rows of that source only (a file fitted without it), which makes the tab
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,8 +25,6 @@ from benchmarks.published.report import QUANTITIES, Record, plot, record_of, sum
 from benchmarks.published.rows import Row, read_rows  # noqa: E402
 from titan_planner.hardware import GPUS  # noqa: E402
 from titan_planner.ir.cluster import Efficiency  # noqa: E402
-
-_CHUNK = 40  # rows that one worker takes at a time; neighbours share plans
 
 
 class BadCalibration(Exception):
@@ -55,17 +49,8 @@ def read_calibration(path: Path) -> Efficiencies:
     return values
 
 
-def records_of(rows: Sequence[Row], jobs: int, calibrations: Mapping[str, Efficiencies]) -> list[Record]:
-    """One record a row, in order; by `jobs` processes. `calibrations` is keyed by source; the empty key is for all others."""
-    work = functools.partial(_records, calibrations=calibrations)
-    chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
-    if jobs <= 1 or len(chunks) <= 1:
-        return [record for chunk in chunks for record in work(chunk)]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
-        return [record for found in pool.map(work, chunks) for record in found]
-
-
-def _records(rows: Sequence[Row], calibrations: Mapping[str, Efficiencies]) -> list[Record]:
+def records_of(rows: Sequence[Row], calibrations: Mapping[str, Efficiencies]) -> list[Record]:
+    """One record a row, in order. `calibrations` is keyed by source; the empty key is for all others."""
     return [record_of(case_of(row), calibrations.get(row.source, calibrations.get(""))) for row in rows]
 
 
@@ -80,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--calibration", action="append", default=[], metavar="[SOURCE=]FILE", help="efficiencies to use"
     )
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes")
     arguments = parser.parse_args(argv)
     start = time.perf_counter()
     calibrations: dict[str, Efficiencies] = {}
@@ -92,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BadCalibration, OSError) as error:
         print(f"published_accuracy: {error}", file=sys.stderr)
         return 2
-    records = records_of(rows, arguments.jobs, calibrations)
+    records = records_of(rows, calibrations)
     summary = summarise(records)
     text = text_report(summary, records)
     print(text, end="")

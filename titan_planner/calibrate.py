@@ -32,11 +32,25 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 """Parameter -> what is physically possible: nothing beats its peak, and nothing sane is below a fifth of it."""
 
+TIED = {"attention_backward": ("attention", 0.8)}
+"""Parameter -> (the one it follows, in this proportion): step times do not tell the two apart (FlashAttention-2's figures)."""
+
 NOISE = 0.03
 """Standard deviation of log step time between equal runs on equal machines (published repeats: 0.4 to 6 %)."""
 
-SPREAD = 0.15
-"""Standard deviation of log parameter between clusters of the same GPU."""
+SPREAD: dict[str, float] = {
+    "matmul": 0.12,
+    "matmul_float8": 0.15,
+    "attention": 0.15,
+    "attention_backward": 0.15,
+    "memory": 0.05,
+    "intra_node": 0.10,
+    "inter_node": 0.10,
+    "overlap_slowdown": 0.30,
+    "launch_us": 0.30,
+}
+"""Standard deviation of log parameter between clusters of the same GPU: least for what is measured in isolation everywhere
+(copies, nccl-tests), most for what depends on software."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +78,10 @@ def fit(
     prior: Efficiency,
     *,
     free: Iterable[str] = tuple(BOUNDS),
-    spread: float = SPREAD,
     source: str = "fitted",
 ) -> Fit:
     """The efficiencies that predict `runs` best, starting from `prior`. Raises `PlanError` where SciPy is not installed."""
-    names = tuple(free)
+    names = tuple(name for name in free if name not in TIED)
     if not runs:
         raise PlanError(Complaint("there is no measurement to fit to", "", hint="name a folder of a finished run"))
     optimize = _scipy_optimize()
@@ -77,7 +90,7 @@ def fit(
     def residuals(logs: Sequence[float]) -> list[float]:
         candidate = _with(prior, names, logs)
         misses = [run.weight * math.log(predicted(run, candidate) / run.step_seconds) / NOISE for run in runs]
-        return misses + [(log - known) / spread for log, known in zip(logs, start, strict=True)]
+        return misses + [(log - known) / SPREAD[name] for name, log, known in zip(names, logs, start, strict=True)]
 
     lower = [math.log(BOUNDS[name][0]) for name in names]
     upper = [math.log(BOUNDS[name][1]) for name in names]
@@ -132,6 +145,9 @@ def with_efficiency(plan: Plan, efficiency: Efficiency) -> Plan:
 def _with(prior: Efficiency, names: Sequence[str], logs: Sequence[float]) -> Efficiency:
     values: dict[str, Any] = {name: round(min(max(math.exp(log), BOUNDS[name][0]), BOUNDS[name][1]), 6)
               for name, log in zip(names, logs, strict=True)}  # fmt: skip
+    for name, (other, proportion) in TIED.items():
+        if other in values:
+            values[name] = round(proportion * values[other], 6)
     return replace(prior, **values)
 
 

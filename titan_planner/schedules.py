@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from operator import mul
 from typing import TypeAlias, assert_never, cast
 
 from titan_planner.ir.actions import Action, Kind, Order, parse_actions
@@ -299,9 +300,9 @@ class Kept:
 
 
 def peaks(work: Work) -> tuple[tuple[Held, ...], ...]:
-    """Every pipeline rank's fullest moments: those of which no other holds as much or more of everything.
+    """Every pipeline rank's fullest moments: whatever the sizes of its stages' tensors are, it holds the most bytes at one of them.
 
-    Whatever the sizes of a stage's tensors are, the peak of bytes is at one of them (`peak_bytes`).
+    `peak_bytes` gives those bytes.
     """
     if isinstance(work, Shape):
         steady = repetition(work)
@@ -334,13 +335,45 @@ def _peaks_of_row(order: Order, rank: int) -> tuple[Held, ...]:
         # What is held grows with F and, where the split adds tensors, with I: it is fullest before the next that frees.
         if action.kind in "FI" and (after is None or after.kind != "F" or action.kind == "I"):
             seen[tuple(inputs), tuple(weights)] = None
-    points = [Held(stages, i, w) for i, w in seen]
-    vectors = [point.until_input + point.until_weight + point.between for point in points]
-    return tuple(
+    return _extreme([Held(stages, i, w) for i, w in seen])
+
+
+_NEAR = 3  # more finds no fewer, and costs its square
+
+
+def _extreme(points: list[Held]) -> tuple[Held, ...]:
+    """`points` without those that never hold the most bytes alone: no sizes make them exceed both of two others."""
+    vectors = {point: point.until_input + point.until_weight + point.between for point in points}
+    found = [
         point
-        for point, vector in zip(points, vectors, strict=True)
-        if not any(other != vector and all(map(int.__ge__, other, vector)) for other in vectors)
-    )
+        for point, vector in vectors.items()
+        if not any(other != vector and all(map(int.__ge__, other, vector)) for other in vectors.values())
+    ]
+    # A schedule moves from one fullest moment to another in equal steps, so most lie between others close in time.
+    before = None
+    while before != len(found):
+        before = len(found)
+        for point in tuple(found):
+            at = found.index(point)
+            earlier, later = found[max(0, at - _NEAR) : at], found[at + 1 : at + 1 + _NEAR]
+            pairs = itertools.product(earlier, later)
+            if any(_between(vectors[one], vectors[point], vectors[other]) for one, other in pairs):
+                del found[at]
+    return tuple(found)
+
+
+def _between(one: tuple[int, ...], point: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a mix (1 - t) one + t other, 0 <= t <= 1, holds as much as `point` or more of everything."""
+    least, most = 0.0, 1.0
+    for a, b, c in zip(one, point, other, strict=True):
+        # t (c - a) >= b - a. Quotients of small integers are equal as floats when they are equal.
+        if c > a:
+            least = max(least, (b - a) / (c - a))
+        elif c < a:
+            most = min(most, (b - a) / (c - a))
+        elif b > a:
+            return False
+    return least <= most
 
 
 def in_flight(schedule: Schedule | None, pp: int, per_rank: int, microbatches: int) -> tuple[tuple[Held, ...], ...]:
@@ -350,13 +383,14 @@ def in_flight(schedule: Schedule | None, pp: int, per_rank: int, microbatches: i
 
 def peak_bytes(points: Sequence[Held], kept: Sequence[Kept]) -> float:
     """Most bytes that a rank holds at once: `points` are its `peaks`, `kept` has the bytes of each of its stages in order."""
-    return max(
-        sum(
-            i * (size.until_input - size.between) + w * (size.until_weight + size.between)
-            for i, w, size in zip(point.until_input, point.until_weight, kept, strict=True)
-        )
-        for point in points
-    )
+    early = [size.until_input - size.between for size in kept]
+    late = [size.until_weight + size.between for size in kept]
+    most: float
+    if any(early):
+        most = max([sum(map(mul, p.until_input, early)) + sum(map(mul, p.until_weight, late)) for p in points])
+    else:
+        most = max([sum(map(mul, p.until_weight, late)) for p in points])
+    return most
 
 
 def microbatches_in_flight(schedule: Schedule | None, pp: int, rank: int, microbatches: int, per_rank: int) -> float:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from benchmarks.published.rows import Row, Unusable, read_rows
+from benchmarks.published.rows import MALFORMED, Row, Unusable, read_rows
 from benchmarks.published.to_plan import Built, to_plan
 from titan_planner.cost.flops import flops_per_token
 from titan_planner.cost.program import Program
+from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.inventory import num_active_params
 from titan_planner.ir.model import Model
 from titan_planner.ir.plan import Plan
@@ -41,6 +42,8 @@ class Peer:
     system: str
     step_time_s: float | None
     peak_mem_gib: float | None
+    error_time: float | None  # signed relative errors as it states them
+    error_mem: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,8 @@ def case_of(row: Row) -> Case:
         built = to_plan(row)
     except Unusable as error:
         skipped = error
+    except InvariantError as error:
+        skipped = Unusable(MALFORMED, error.message)
     except Exception as error:  # a row must never end the run; the report counts these first, as bugs of this script
         skipped = Unusable("ERROR in this script", f"{type(error).__name__}: {error}")
     plan = built.plan if built else None
@@ -163,6 +168,8 @@ def _peer(row: Row) -> Peer | None:
         row.text("peer_prediction.system")[:40] or "peer",
         row.positive("peer_prediction.step_time_s"),
         row.positive("peer_prediction.peak_mem_gib"),
+        row.number_at("peer_prediction.error_time"),
+        row.number_at("peer_prediction.error_mem"),
     )
 
 
@@ -227,6 +234,12 @@ def _from_flops(row: Row, plan: Plan) -> tuple[float | None, str | None]:
     if "flops_per_token_outlier" in flags:
         return None, None
     whole, causal = model_flops_per_token(plan.model, plan.batch.seq_len)
+    if re.search(r"tflop\S* (?:\w+ )?includ\w+ recomput", row.text("notes").casefold()):
+        if row.text("tags.recompute_class") != "full":
+            return None, None
+        # The layers' forward counts twice, the output projection's once: 4 / 3 of all but the projection's.
+        output = 6.0 * plan.model.vocab_size * plan.model.dim
+        whole, causal = ((flops - output) * 4 / 3 + output for flops in (whole, causal))
     if whole - causal > FLOPS_AGREE * causal:
         return None, None
     tokens = plan.batch.tokens_per_step / plan.cluster.num_gpus
@@ -249,7 +262,8 @@ def with_efficiencies(case: Case, values: Efficiencies) -> Case:
     if case.plan is None or case.plan.cluster.gpu.name not in values:
         return case
     gpu = case.plan.cluster.gpu
-    fitted = replace(gpu.efficiency, **values[gpu.name])
+    changes: dict[str, Any] = dict(values[gpu.name])
+    fitted = replace(gpu.efficiency, **changes)
     cluster = replace(case.plan.cluster, gpu=replace(gpu, efficiency=fitted))
     return replace(case, plan=replace(case.plan, cluster=cluster))
 

@@ -150,13 +150,13 @@ def _tied(row: Row, untied: Model, assume: list[str]) -> bool:
         return told
     apart = num_params(untied)
     together = apart - untied.vocab_size * untied.dim
-    size, worth = row.positive("model.params_total"), 0.02
+    size, worth, close = row.positive("model.params_total"), 0.02, 0.1
     if size is None:
-        # A size in a name is rounded ("14B" has 14.8): it tells only where the embedding is a large part.
+        # A size in a name is rounded ("14B" has 14.8, "1B" 1.24): it tells only where the embedding is a large part.
         printed = re.search(r"(\d+(?:\.\d+)?)\s*b\b", row.text("model.name").casefold())
-        size, worth = (float(printed[1]) * 1e9 if printed else None), 0.08
+        size, worth, close = (float(printed[1]) * 1e9 if printed else None), 0.08, 0.25
     # And only where it is the size of these dimensions, and not of a model that they were cut from.
-    near = size is not None and min(abs(apart - size), abs(together - size)) < 0.1 * size
+    near = size is not None and min(abs(apart - size), abs(together - size)) < close * size
     if size is not None and near and apart - together > worth * apart:
         return abs(together - size) < abs(apart - size)
     tied = row.text("model.activation").casefold() == "gelu"

@@ -60,8 +60,9 @@ def record_of(case: Case, efficiencies: Efficiencies | None = None) -> Record:
             "step_time_s": case.peer.step_time_s,
             "peak_mem_gib": case.peer.peak_mem_gib,
             "error": {
-                "step_time": _error(case.peer.step_time_s, measured.step_time_s),
-                "peak_mem": _error(case.peer.peak_mem_gib, measured.peak_mem_gib),
+                # As it states them, where it gives no value to compare.
+                "step_time": _first(_error(case.peer.step_time_s, measured.step_time_s), case.peer.error_time),
+                "peak_mem": _first(_error(case.peer.peak_mem_gib, measured.peak_mem_gib), case.peer.error_mem),
             },
         }
     if efficiencies:
@@ -100,6 +101,10 @@ def record_of(case: Case, efficiencies: Efficiencies | None = None) -> Record:
 
 def _error(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or measured is None else round(predicted / measured - 1, 6)
+
+
+def _first(found: float | None, otherwise: float | None) -> float | None:
+    return otherwise if found is None else found
 
 
 def comparable_gib(priced: Estimate, plan: Plan, kind: str, pp_rank: int | None) -> float:
@@ -446,8 +451,8 @@ def plot(records: Sequence[Record], quantity: Quantity, group: str = "source") -
             ]
     parts.append('<g clip-path="url(#frame)">')
     dashed = 'stroke="#999" stroke-dasharray="4"'
-    for factor, style in ((1.0, 'stroke="#000"'), (1.1, dashed), (1 / 1.1, dashed)):
-        shift = math.log10(factor) / (high - low) * _SIZE
+    for ratio, style in ((1.0, 'stroke="#000"'), (1.1, dashed), (1 / 1.1, dashed)):
+        shift = math.log10(ratio) / (high - low) * _SIZE
         parts.append(line((0, _SIZE - shift), (_SIZE, -shift), style))
     for measured, predicted, record in points:
         colour = _COLOURS[groups.index(record["tags"][group]) % len(_COLOURS)]

@@ -13,8 +13,9 @@ from typing import Literal
 from benchmarks.published.hardware import cluster_of
 from benchmarks.published.model import model_of
 from benchmarks.published.rows import MALFORMED, NOT_PUBLISHED, Row, Unusable
-from titan_planner.cost.memory import stage_memory
+from titan_planner.cost.estimate import estimate
 from titan_planner.cost.program import (
+    COMPOSER,
     DDP_MIXED,
     DEEPSPEED_ZERO1,
     FUSED_FSDP,
@@ -140,7 +141,7 @@ def to_plan(row: Row) -> Built:
             filter_fqns=filters,
             enable_fsdp_float8_all_gather=_gathers_float8(row, recipe, fsdp),
         ),
-        compile=CompileSpec(enable=compiled),
+        compile=CompileSpec(enable=compiled, components=_components(row, compiled, cluster, assume)),
     )
     plan = _pinned(pins, model, cluster, row.id)
     if experts_in_float8:
@@ -150,7 +151,7 @@ def to_plan(row: Row) -> Built:
     if checkpoint.first_layers is not None:
         plan = _first_layers_only(plan, checkpoint.first_layers)
     if checkpoint.unknown:
-        plan = _least_that_fits(plan, fsdp, assume)
+        plan = _least_that_fits(plan, program, fsdp, assume)
     if experts_in_float8 or checkpoint.first_layers is not None or plan.tensor_parallel.async_tp:
         # Changed after it was verified. The rule about linears has no word for experts in 8-bit floats.
         _require_rules(plan, {"float8-linears"} if experts_in_float8 else set())
@@ -215,13 +216,36 @@ def _zero1(row: Row, assume: list[str]) -> bool:
 
 def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
     """The program, and whether the plan is compiled."""
+    program, compiled = _sharding_program(row, fsdp, degrees, assume)
+    return _with_attention(row, program, assume), compiled
+
+
+def _with_attention(row: Row, program: Program, assume: list[str]) -> Program:
+    """`program` with the generation of its attention kernel, where the row tells another than the program's usual one."""
+    told = f"{row.text('kernels.attention_backend')} {row.text('overlap.attention')}".casefold()
+    if re.search(r"unfused|math|eager", told):
+        return replace(program, attention="materialised")
+    if re.search(r"cudnn|fused|\bte\b|fa3|flash.?attention.?3", told):
+        return replace(program, attention="third")
+    if "flash" in told:
+        return replace(program, attention="second")
+    if row.text("tags.precision_class") == "fp16":
+        # Mixed precision in fp16 is of 2020 to 2022, before FlashAttention came to these programs.
+        assume.append("attention scores in memory, as before FlashAttention")
+        return replace(program, attention="materialised")
+    return program
+
+
+def _sharding_program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tuple[Program, bool]:
     compiled, graphs = _compiled(row, assume if fsdp else [])
-    about = f"{row.text('framework')} {row.text('overlap.kernels')} {row.text('kernels.transformer_impl')}".casefold()
+    about = _software(row)
     if fsdp:
         if re.search(r"jax|maxtext|paxml", about):
             return XLA_FSDP, False
-        if re.search(r"\bte\b|transformer.?engine|megatron", about) or row.count("parallelism.fsdp_column", minimum=0):
+        if re.search(r"\bte\b|transformer.?engine|megatron|nemo", about) or row.text("container"):
             return FUSED_FSDP, False
+        if re.search(r"\bamp\b|autocast", row.text("precision").casefold()) and not compiled:
+            return COMPOSER, False
         program = TITAN
         if row.count("parallelism.zero_stage") == 2 and not row.text("overlap.reshard_after_forward"):
             program = replace(TITAN, name="zero2", data_policy="zero2", executable=False)
@@ -231,7 +255,7 @@ def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tupl
         program = DEEPSPEED_ZERO1
     elif not sharded:
         program = DDP_MIXED
-    elif row.text("container") or re.search(r"nemo", about):
+    elif _is_nemo(row):
         program = NEMO
     else:
         program = MEGATRON
@@ -240,6 +264,16 @@ def _program(row: Row, fsdp: bool, degrees: _Degrees, assume: list[str]) -> tupl
     if compiled:
         program = replace(program, kernels="compiled")
     return replace(program, graphs=program.graphs or graphs), False
+
+
+def _software(row: Row) -> str:
+    """What the row names as its software: its framework and kernels, or else what was published by that name."""
+    named = row.text("framework") or f"{row.text('source.title')} {row.text('source.repo')}"
+    return f"{named} {row.text('overlap.kernels')} {row.text('kernels.transformer_impl')}".casefold()
+
+
+def _is_nemo(row: Row) -> bool:
+    return bool(row.text("container")) or "nemo" in _software(row)
 
 
 def _compiled(row: Row, assume: list[str]) -> tuple[bool, bool]:
@@ -257,6 +291,21 @@ def _compiled(row: Row, assume: list[str]) -> tuple[bool, bool]:
     return re.search(
         r"\byes\b|inductor|thunder|torchcompile|nvfuser|passes|true|per block|xla", text
     ) is not None, graphs
+
+
+def _components(row: Row, compiled: bool, cluster: Cluster, assume: list[str]) -> tuple[Literal["model", "loss"], ...]:
+    """What is compiled: a row that says `compile: true` says it of the blocks; the loss is where it is named.
+
+    TorchTitan compiled blocks only until 2025; tables of Blackwell GPUs and AMD's are of later, when the loss was too.
+    """
+    if not compiled or "loss" in row.text("compile").casefold():
+        return ("model", "loss")
+    gpu = cluster.gpu
+    if gpu.vendor == "amd" or (gpu.compute_capability or "0").startswith(("10", "12")):
+        assume.append("the loss is compiled too, as in TorchTitan of 2025 and later")
+        return ("model", "loss")
+    assume.append("the loss is not compiled")
+    return ("model",)
 
 
 def _reduce_dtype(row: Row, low_precision: bool) -> Literal["float32", "bfloat16"]:
@@ -380,6 +429,13 @@ def _pipeline(
     if degrees.pp == 1:
         return None, None
     schedule, per_rank = _schedule(row, degrees)
+    held = model.num_layers // degrees.pp
+    printed = degrees.vpp is not None or row.text("parallelism.pp_schedule")
+    even = held % 2 == 0 and held > 2 and model.num_layers % degrees.pp == 0 and microbatches % degrees.pp == 0
+    if not printed and even and _is_nemo(row):
+        # NVIDIA's recipes for performance interleave every pipeline; where the degree is not printed, two layers a stage.
+        schedule, per_rank = "Interleaved1F1B", held // 2
+        assume.append("interleaved stages of two layers")
     if schedule == "1F1B" and microbatches < degrees.pp:
         # Torch's 1F1B wants as many microbatches as stages; with fewer it is GPipe's order.
         schedule = "GPipe"
@@ -650,13 +706,12 @@ def _first_layers_only(plan: Plan, count: int) -> Plan:
     return replace(plan, layers=tuple(layers))
 
 
-def _least_that_fits(plan: Plan, fsdp: bool, assume: list[str]) -> Plan:
+def _least_that_fits(plan: Plan, program: Program, fsdp: bool, assume: list[str]) -> Plan:
     """Where the row does not say: it ran, so the least recomputation that fits."""
     modes = (_NONE, _SELECTIVE, _FULL) if fsdp else (_NONE, _FULL)
     for asked in modes:
         candidate = _checkpointed(plan, asked)
-        held = max(stage.total_gib for stage in stage_memory(candidate))
-        if asked is _FULL or held <= candidate.cluster.gpu.memory_gib:
+        if asked is _FULL or estimate(candidate, program).fits:
             break
     assume.append(f"recomputation {asked.mode}: the least that fits")
     return candidate

@@ -168,6 +168,16 @@ def ungated_model() -> Any:
     )
 
 
+MUON = replace(tiny_plan().optimizer, name="Muon")
+
+
+def beside_tensor(plan: Plan) -> Plan:
+    """`plan` with the rows of tensor parallelism, with sequence and loss parallel."""
+    options = TensorParallel(sequence_parallel=True, loss_parallel=True, async_tp=False, kv_replicas=1)
+    rows = tensor_parallel_rows(plan.model, sequence_parallel=True, loss_parallel=True)
+    return replace(plan, tensor_parallel=options, sharding=rows)
+
+
 def everywhere(plan: Plan) -> Plan:
     """`plan` with the policy of its blocks on all modules."""
     return replace(plan, layers=tuple(replace(layer, checkpoint=plan.layers[1].checkpoint) for layer in plan.layers))
@@ -216,11 +226,11 @@ CASES: dict[str, Plan] = {
     "fsdp 2, loss in chunks": replace(
         tiny_plan(mesh(2), total=2), loss=replace(tiny_plan().loss, chunks=4)
     ),
-    "fsdp 2, Muon": tiny_plan(mesh(2), total=2, optimizer=replace(tiny_plan().optimizer, name="Muon")),
+    "fsdp 2, Muon": tiny_plan(mesh(2), total=2, optimizer=MUON),
     "fsdp 2, gathered in Float8": half(in_float8(tiny_plan(mesh(2), total=4), False)),
     "fsdp 2, gathered in Float8, scales at once": half(in_float8(tiny_plan(mesh(2), total=4), True)),
     "fsdp 2, without a gate": tiny_plan(mesh(2), total=2, model=ungated_model()),
-    "hsdp 2 x 2, Muon": tiny_plan(mesh(2, 2), total=4, optimizer=replace(tiny_plan().optimizer, name="Muon")),
+    "hsdp 2 x 2, Muon": tiny_plan(mesh(2, 2), total=4, optimizer=MUON),
     "fsdp 4, resharded to 2": with_units(tiny_plan(mesh(4), total=8), *units(tiny_model(), 2)),
     "fsdp 4, padded": tiny_plan(mesh(4), total=4, model=odd_model()),
     # HSDP, DDP
@@ -256,9 +266,9 @@ CASES: dict[str, Plan] = {
     "tp 2, chunks of unequal length": replace(
         tensor(mesh(tp=2), sequence=True, loss=True), loss=replace(tiny_plan().loss, chunks=3)
     ),
-    "tp 2, Muon": tensor(mesh(tp=2), sequence=True, loss=True, optimizer=replace(tiny_plan().optimizer, name="Muon")),
+    "tp 2, Muon": tensor(mesh(tp=2), sequence=True, loss=True, optimizer=MUON),
     "fsdp 2 x tp 2, Muon": tensor(
-        mesh(2, tp=2), sequence=True, loss=True, optimizer=replace(tiny_plan().optimizer, name="Muon")
+        mesh(2, tp=2), sequence=True, loss=True, optimizer=MUON
     ),
     "tp 2, everything checkpointed": everywhere(checkpointed(tensor(mesh(tp=2), sequence=True, loss=False), FULL)),
     "tp 4, two KV heads": tensor(mesh(tp=4), sequence=True, loss=True, kv_replicas=2),
@@ -290,6 +300,14 @@ CASES: dict[str, Plan] = {
     ),
     "tp 2, experts whole": routed(mesh(tp=2)),
     "tp 2, ep 2": routed(mesh(tp=2, ep=2)),
+    "experts, fsdp 2, Muon": routed(mesh(2), optimizer=MUON),
+    "ep 2, Muon": routed(mesh(2, ep=2), optimizer=MUON),
+    "tp 2, etp 2, Muon": routed(mesh(tp=2, etp=2), optimizer=MUON),
+    "fsdp 4, ep 2, Muon": routed(mesh(4, ep=2), optimizer=MUON),
+    "fsdp 2 x tp 2, ep 2, etp 2, Muon": routed(mesh(2, tp=2, ep=2, etp=2), optimizer=MUON),
+    "fsdp 2 x tp 2, etp 2, Muon": routed(mesh(2, tp=2, etp=2), optimizer=MUON),
+    "ddp 2 x tp 2, experts whole": replicated(routed(mesh(1, 2, tp=2))),
+    "ddp 2 x tp 2, ep 2": replicated(routed(mesh(1, 2, tp=2, ep=2))),
     "tp 2, etp 2": routed(mesh(tp=2, etp=2)),
     "hsdp 2 x 2, ep 2": routed(mesh(2, 2, ep=2)),
     "fsdp 2 x tp 2, experts whole": routed(mesh(2, tp=2)),
@@ -305,6 +323,17 @@ CASES: dict[str, Plan] = {
     ),
     "pp 2 x tp 2 1F1B, full": checkpointed(in_pipeline(tensor(mesh(pp=2, tp=2), sequence=True, loss=True)), FULL),
     "pp 2 x tp 2 1F1B, neither": in_pipeline(tensor(mesh(pp=2, tp=2), sequence=False, loss=False)),
+    "pp 2 x tp 2 1F1B, loss in chunks": replace(
+        in_pipeline(tensor(mesh(pp=2, tp=2), sequence=True, loss=True)), loss=replace(tiny_plan().loss, chunks=4)
+    ),
+    "pp 2 x tp 2 ZBVZeroBubble": beside_tensor(pipelined("ZBVZeroBubble", mesh(pp=2, tp=2))),
+    "pp 2 x tp 2 ZBVZeroBubble, loss in chunks": replace(
+        beside_tensor(pipelined("ZBVZeroBubble", mesh(pp=2, tp=2))), loss=replace(tiny_plan().loss, chunks=4)
+    ),
+    "pp 2 x tp 2 ZBVZeroBubble, full": checkpointed(
+        beside_tensor(pipelined("ZBVZeroBubble", mesh(pp=2, tp=2))), FULL
+    ),
+    "pp 2 x tp 2 DualPipeV, full": checkpointed(beside_tensor(pipelined("DualPipeV", mesh(pp=2, tp=2))), FULL),
     "pp 2 x fsdp 2, ep 2": in_pipeline(routed(mesh(2, pp=2, ep=2))),
     "pp 2 x fsdp 2 1F1B, tied": pipelined("1F1B", mesh(2, pp=2), model=DEEP_TIED),
     "pp 2 x ddp 2": replicated(pipelined("1F1B", mesh(1, 2, pp=2))),

@@ -49,7 +49,7 @@ def test_it_keeps_half_of_what_a_gated_one_of_its_width_keeps() -> None:
         for layer in (gelu(48), gelu(96), SwiGlu(hidden_dim=48))
     }
     tokens = 2 * 32
-    assert kept[SwiGlu(hidden_dim=48)] - kept[gelu(48)] == tokens * 48 * 4
+    assert kept[SwiGlu(hidden_dim=48)] - kept[gelu(48)] == tokens * 48 * 2 * 4  # two tensors, float32
     assert kept[gelu(96)] == kept[SwiGlu(hidden_dim=48)]
 
 

@@ -172,7 +172,9 @@ def test_peak_bytes_are_those_of_walking_the_order(shape):
 
 def test_peaks_are_few_and_name_their_stages():
     for points in peaks(Shape("Interleaved1F1B", 16, 4, 512)):
-        assert len(points) <= 64
+        assert len(points) <= 8
+    for points in peaks(Shape("InterleavedZeroBubble", 8, 2, 32)):
+        assert len(points) <= 12
     assert peaks(Shape("1F1B", 2, 1, 8)) == ((Held((0,), (2,), (2,)),), (Held((1,), (1,), (1,)),))
     assert peaks(Shape("ZBVZeroBubble", 2, 2, 8))[0][0].stages == (0, 3)
 

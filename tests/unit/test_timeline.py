@@ -160,6 +160,8 @@ def test_the_wrong_number_of_times_is_an_error():
         simulate(Shape("1F1B", 4, 1, 4), [StageTime(1.0, 2.0)] * 3)
     with pytest.raises(ValueError, match="4 times and 2 transfers"):
         simulate(Shape("1F1B", 4, 1, 4), [StageTime(1.0, 2.0)] * 4, [0.1, 0.1])
+    with pytest.raises(ValueError, match="0 to 1"):
+        simulate(Shape("DualPipeV", 2, 2, 4), [StageTime(1.0, 2.0)] * 4, hidden=1.5)
 
 
 # ------------------------------------------------------------------ event simulation

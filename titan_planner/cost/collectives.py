@@ -21,7 +21,9 @@ from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches, select
 from titan_planner.ir.inventory import (
     LogicalAxis,
+    Parameter,
     feed_forward_name,
+    fsdp_dim,
     linear_modules,
     module_names,
     muon_parameters,
@@ -83,6 +85,9 @@ class Collective:
     stage: int
     """Pipeline stage, 0 without a pipeline."""
     pp_rank: int
+    copies: int = 1
+    """Of an expert exchange: copies of each token among the bytes, of which a dispatcher (DeepEP, HybridEP) sends only one to
+    each rank and over the network only one to each node. 1: all that is counted is sent."""
 
     @property
     def sent_bytes(self) -> float:
@@ -201,6 +206,7 @@ class _Step:
         overlaps: Overlap | None = None,
         exposed: int = 0,
         pp_rank: int | None = None,
+        copies: int = 1,
     ) -> Collective:
         """`count` is for all modules; without it, each has one in every run."""
         total = self.runs * modules if count is None else count
@@ -218,6 +224,7 @@ class _Step:
             exposed=total if overlaps is None else exposed,
             stage=stage,
             pp_rank=self.rank_of[stage] if pp_rank is None else pp_rank,
+            copies=copies,
         )
 
 
@@ -284,11 +291,13 @@ class _Part:
     stage: int
     checkpoint: str
     block: Block | None
+    weights: int  # parameters of one of them
 
 
 @lru_cache(maxsize=256)
 def _parts(model: Model, layers: tuple[Layer, ...]) -> tuple[_Part, ...]:
     blocks = list(model.layers())
+    weights = Counter(_top(parameter.fqn) for parameter in parameters(model))
     found: dict[tuple[int, str, int], _Part] = {}
     for layer in layers:
         block = blocks[int(layer.fqn[7:])] if layer.fqn.startswith("layers.") else None
@@ -296,7 +305,7 @@ def _parts(model: Model, layers: tuple[Layer, ...]) -> tuple[_Part, ...]:
         key = (layer.stage, layer.checkpoint, id(block) if block else hash(layer.fqn))
         seen = found.get(key)
         found[key] = (
-            _Part(layer.fqn, 1, layer.stage, layer.checkpoint, block)
+            _Part(layer.fqn, 1, layer.stage, layer.checkpoint, block, weights[layer.fqn])
             if seen is None
             else replace(seen, modules=seen.modules + 1)
         )
@@ -445,7 +454,8 @@ def _unit_collectives(step: _Step, unit: _Unit) -> Iterator[Collective]:
     plan, mesh = step.plan, step.plan.mesh
     policy = step.program.data_policy
     sharded = plan.fsdp.strategy == "fsdp" and policy != "ddp"
-    apart = experts_apart(plan)
+    # Replication reduces a block in one message, experts and all.
+    apart = experts_apart(plan) and (plan.fsdp.strategy == "fsdp" or policy != "plan")
     numel = _numel(
         unit.shapes,
         mesh,
@@ -595,6 +605,7 @@ class _Move:
     times: int = 1
     overlaps: Overlap | None = None
     tail: bool = False  # nothing after it in its module is kept for backward
+    copies: int = 1
 
 
 _OPS: dict[str, str] = {
@@ -615,18 +626,45 @@ def _module_collectives(step: _Step, part: _Part) -> Iterator[Collective]:
     forward, backward, again = step.moves[key]
     policy = plan.activation_checkpoint.policy(part.checkpoint)
     stops = plan.activation_checkpoint.early_stop and step.program.recompute == "needed"
-    again = [*again, *_recomputed(forward, policy, stops)]
-    phases: tuple[tuple[Phase, Sequence[_Move]], ...] = (
-        ("forward", forward),
-        ("recompute", again),
-        ("backward", backward),
+    in_module, in_loss = recomputations(plan, part.stage, part.weights)
+    phases: tuple[tuple[Phase, Sequence[_Move], int], ...] = (
+        ("forward", forward, step.runs),
+        ("recompute", again, in_loss),
+        ("recompute", list(_recomputed(forward, policy, stops)), in_module),
+        ("backward", backward, step.runs),
     )
-    for phase, moves in phases:
+    for phase, moves, runs in phases:
         for move in moves:
             yield step.record(
                 move.axis, move.kind, move.nbytes, dtype=move.dtype, phase=phase, stage=part.stage, module=part.fqn,
-                modules=part.modules, count=step.runs * part.modules * move.times, overlaps=move.overlaps,
+                modules=part.modules, count=runs * part.modules * move.times, overlaps=move.overlaps,
+                copies=move.copies,
             )  # fmt: skip
+
+
+def recomputations(plan: Plan, stage: int, weights: int) -> tuple[int, int]:
+    """How often in one step backward computes again: a checkpointed module of `weights` parameters, and the loss in chunks.
+
+    Once a backward. But a pipeline that splits backwards runs one pass for the inputs of a stage and one for *each*
+    weight (torch 2.13 `stage_backward_weight`; weights that meet in one operator share one), and a checkpointed module is
+    computed again in every pass; the loss in chunks is one operator with one weight. A first stage has no gradients of
+    inputs, so its halves are one pass. Equal to recordings for dense blocks; what routed experts share is not known.
+    """
+    accumulations = plan.batch.accumulation_steps
+    if plan.mesh.pp == 1:
+        return accumulations, accumulations
+    whole, inputs, later = _backwards(work_of(plan.pipeline), stage)
+    if stage == 0:
+        return (accumulations * (whole + later),) * 2
+    return accumulations * (whole + inputs + weights * later), accumulations * (whole + inputs + later)
+
+
+@lru_cache(maxsize=1024)
+def _backwards(work: Work, stage: int) -> tuple[int, int, int]:
+    """Whole backwards of a stage in one run of the schedule, those of inputs, and those of weights."""
+    order = order_of(work)
+    kinds = Counter(action.kind for action in order.ranks[order.placement[stage]] if action.stage == stage)
+    return kinds["B"], kinds["I"], kinds["W"]
 
 
 def _recomputed(forward: Iterable[_Move], policy: CheckpointPolicy | None, stops: bool) -> Iterator[_Move]:
@@ -684,6 +722,10 @@ def _moves(step: _Step, part: _Part) -> tuple[list[_Move], list[_Move], list[_Mo
             _around(step, f"{name}.router.gate", forward, backward, [])
             if plan.mesh.ep > 1:
                 _experts(step, moe, forward, backward)
+            if plan.fsdp.strategy == "ddp" and experts_apart(plan):
+                # What replicates knows dp_replicate alone, so that other ranks with the same experts sum by themselves.
+                each = moe.num_experts // plan.mesh.ep * moe.hidden_dim // plan.mesh.etp * plan.model.dim
+                backward.append(_Move("efsdp", "all_reduce", each * step.width, step.dtype, times=3))
         case _:
             assert_never(block.feed_forward)
     return [*forward, *leave], backward, again
@@ -756,13 +798,13 @@ def _shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _chunks(step: _Step) -> list[int]:
-    """Lengths of the parts of the sequence that head and loss take one after the other; one where a schedule has the loss.
+    """Lengths of the parts of the sequence that head and loss take one after the other.
 
     As torch.chunk cuts: equal parts rounded up, the last one shorter, and fewer when they are enough.
     """
     plan = step.plan
     length = plan.batch.seq_len // plan.mesh.cp
-    if plan.loss.chunks == 1 or plan.mesh.pp > 1:
+    if plan.loss.chunks == 1:
         return [length]
     each = -(-length // plan.loss.chunks)
     return [min(each, length - start) for start in range(0, length, each)]
@@ -841,7 +883,9 @@ def _experts(step: _Step, moe: Moe, forward: list[_Move], backward: list[_Move])
     Between the ranks of etp nothing moves: they have the same tokens, and what each adds is summed on leaving the layer.
     """
     rows = expert_rows_sent(step.plan, moe, step.tokens)
-    exchange = _Move("ep", "all_to_all", rows * step.plan.model.dim * step.width, step.dtype)
+    once = step.plan.expert_parallel.comm_backend != "standard"
+    nbytes = rows * step.plan.model.dim * step.width
+    exchange = _Move("ep", "all_to_all", nbytes, step.dtype, copies=moe.top_k if once else 1)
     forward.append(_Move("ep", "all_to_all", moe.num_experts * BYTES["int64"], "int64"))
     forward += [exchange, exchange]
     backward += [exchange, exchange]
@@ -957,32 +1001,54 @@ def _norm_axes(plan: Plan, sharded: bool) -> list[Axis]:
 def _muon(step: _Step, stages: list[int], shards: int) -> Iterator[Collective]:
     """Newton-Schulz needs whole matrices: each rank gathers every momentum in float32, axis by axis.
 
-    A matrix of which tp has rows is put together over fsdp first, one of which it has columns over tp first, as DTensor
-    goes from the inner cut to the outer.
+    Stacked matrices of experts are taken one by one, so that ranks with whole experts gather nothing.
     """
     plan = step.plan
     stage_of = {layer.fqn: layer.stage for layer in plan.layers}
     chosen = muon_parameters(plan.model)
-    replicas = plan.tensor_parallel.kv_replicas
-    counts: Counter[tuple[Axis, int, int]] = Counter()
+    counts: Counter[tuple[Axis, int, int, int]] = Counter()
     for parameter in parameters(plan.model):
         stage = stage_of[_top(parameter.fqn)]
         if parameter.fqn not in chosen or stage not in stages:
             continue
-        rows, columns = parameter.shape
-        dim = tp_dim(parameter)
-        kv = dim is not None and parameter.axes[dim] == "kv_heads" and replicas > 1
-        over: Axis = "kv_shard" if kv else "tp"
-        parts = axis_ranks(plan, over) if dim is not None else 1
-        if dim == 1:
-            counts["tp", -(-rows // shards) * columns, stage] += 1
-            counts["fsdp", -(-rows // shards) * shards * columns, stage] += 1
-        else:
-            counts["fsdp", -(-rows // parts // shards) * shards * columns, stage] += 1
-            if dim == 0:
-                counts[over, rows * columns, stage] += 1
-    for (axis, numel, stage), count in counts.items():
+        cuts = _cuts(plan, parameter, shards)
+        if parameter.is_expert and all(dim == 0 for _, ranks, dim in cuts if ranks > 1):
+            continue
+        shape = list(parameter.shape)
+        for _, ranks, dim in cuts:
+            shape[dim] = -(-shape[dim] // ranks)
+        for axis, ranks, dim in _gathering_order(cuts):
+            shape[dim] *= ranks
+            counts[axis, ranks, math.prod(shape), stage] += 1
+    for (axis, ranks, numel, stage), count in counts.items():
         yield step.record(
             axis, "all_gather", numel * 4, dtype="float32", count=count, phase="step", stage=stage, module="optimizer",
-            ranks=shards if axis == "fsdp" else None,
+            ranks=ranks,
         )  # fmt: skip
+
+
+_Cut: TypeAlias = tuple[Axis, int, int]
+"""An axis, its ranks, and the dim of a weight that it cuts."""
+
+
+def _cuts(plan: Plan, parameter: Parameter, shards: int) -> list[_Cut]:
+    """What cuts a parameter between steps, outermost first; `shards` ranks of fsdp, 1 without FSDP."""
+    mesh, replicas = plan.mesh, plan.tensor_parallel.kv_replicas
+    inner = tp_dim(parameter)
+    outer: Axis = "fsdp"
+    found: list[_Cut] = []
+    if parameter.is_expert and experts_apart(plan):
+        outer, shards = "efsdp", mesh.efsdp
+        found = [("ep", mesh.ep, 0)]
+        found += [("etp", mesh.etp, inner)] if inner is not None else []
+    elif inner is not None and not parameter.is_expert:
+        kv = parameter.axes[inner] == "kv_heads" and replicas > 1
+        found = [("kv_shard", mesh.tp // replicas, inner) if kv else ("tp", mesh.tp, inner)]
+    return [(outer, shards, fsdp_dim(parameter, mesh)), *found] if plan.fsdp.strategy == "fsdp" else found
+
+
+def _gathering_order(cuts: list[_Cut]) -> list[_Cut]:
+    """DTensor undoes cuts from the inside out, but from the outside in where FSDP has cut a dim that an inner cut has, too:
+    it cuts what a rank holds, so its parts lie within the other's (a strided shard, though FSDP be over one rank)."""
+    strided = bool(cuts) and any(dim == cuts[0][2] and ranks > 1 for _, ranks, dim in cuts[1:])
+    return [cut for cut in (cuts if strided else reversed(cuts)) if cut[1] > 1]

@@ -100,6 +100,7 @@ class Kernels:
     gpu: Gpu
     precision: Precision  # of the converted linears
     fused_casts: bool
+    float8_products: float  # of the 8-bit rate that the GPU's efficiency gives, what this program's kernels reach
     gradient_bytes: int
     launches: bool  # the host launches every kernel: no CUDA graphs
     early_stop: bool  # recomputation ends with the last tensor that backward needs
@@ -230,7 +231,9 @@ class _Clock:
     def _matmul(self, op: Matmul, converted: frozenset[str]) -> MatmulSeconds:
         kernels = self._kernels
         precision: Precision = kernels.precision if op.name in converted else "bf16"
-        return matmul_seconds(op, precision, kernels.gpu, kernels.fused_casts, kernels.gradient_bytes)
+        return matmul_seconds(
+            op, precision, kernels.gpu, kernels.fused_casts, kernels.gradient_bytes, kernels.float8_products
+        )
 
     def seconds(self) -> Seconds:
         matmul, attention, memory, casts = self._parts
@@ -258,7 +261,12 @@ def head_seconds(
     """Final norm, output projection on `local_vocab` rows, and the loss of `loss_vocab` logits a token."""
     gpu, rate = kernels.gpu, memory_rate(kernels.gpu)
     product = matmul_seconds(
-        Matmul("output", shape.tokens, local_vocab, dim), precision, gpu, kernels.fused_casts, kernels.gradient_bytes
+        Matmul("output", shape.tokens, local_vocab, dim),
+        precision,
+        gpu,
+        kernels.fused_casts,
+        kernels.gradient_bytes,
+        kernels.float8_products,
     )
     logits = float(shape.tokens * loss_vocab)
     there, back = _LOSS_BYTES[loss_fusion]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from titan_planner.cost.flops import flops_per_token, flops_per_token_causal
 from titan_planner.cost.memory import stage_memory
 from titan_planner.cost.program import TITAN, Program
+from titan_planner.cost.stage import imbalance_of
 from titan_planner.cost.step import believed, step_seconds, step_time
 from titan_planner.ir.inventory import num_params
 from titan_planner.ir.plan import Estimate, Plan, StepTime
@@ -12,7 +13,7 @@ from titan_planner.ir.plan import Estimate, Plan, StepTime
 
 def estimate(plan: Plan, program: Program = TITAN) -> Estimate:
     """Parameters, FLOPs, memory and time of `plan` when `program` runs it."""
-    memory = stage_memory(plan)
+    memory = stage_memory(plan, program, imbalance_of(plan))
     available = round(plan.cluster.gpu.memory_gib * (1 - plan.request.limits.memory_headroom), 3)
     found = step_seconds(plan, program)
     parts = step_time(found)

@@ -143,6 +143,8 @@ def seconds(plan: Plan, collective: Collective, network: Network = DEFAULT_NETWO
     """Time of *one* of `collective.count` messages, in seconds, on links that nothing but its own axis uses."""
     # Pipeline neighbours: the worst pair of the whole axis, which two of its ranks alone would not show.
     ranks = None if collective.kind in ("send", "recv") else collective.ranks
+    if collective.copies > 1:
+        return _dispatch(collective.nbytes, collective.copies, axis_group(plan, collective.axis, ranks), network)
     return collective_seconds(collective.kind, collective.nbytes, axis_group(plan, collective.axis, ranks), network)
 
 
@@ -253,6 +255,25 @@ def _all_to_all(nbytes: int, group: Group, network: Network) -> float:
     remote = nbytes * (n - group.per_node) / n
     between = remote / (group.inter_bytes_per_s * network.exchange_inter_efficiency)
     return (latency + group.inter_us) * 1e-6 + max(inside, between)
+
+
+def _dispatch(nbytes: int, copies: int, group: Group, network: Network) -> float:
+    """An exchange of tokens of which each rank, and each other node, gets a token once, however many of its experts want it.
+
+    `copies` choices fall on n of the ranks (or nodes) evenly: n (1 - (1 - 1/n)^copies) different ones are hit (DeepEP,
+    github.com/deepseek-ai/DeepEP, normal kernels: over the network to the rank's counterpart, from there over NVLink).
+    """
+    n = group.ranks
+    token_bytes = nbytes / copies
+    ranks_hit = n * (1 - (1 - 1 / n) ** copies)
+    inside = token_bytes * ranks_hit * (n - 1) / n / (group.intra_bytes_per_s * network.exchange_intra_efficiency)
+    latency = (network.exchange_base_us + group.intra_us) * 1e-6
+    if group.nodes == 1:
+        return latency + inside
+    nodes_hit = group.nodes * (1 - (1 - 1 / group.nodes) ** copies)
+    remote = token_bytes * nodes_hit * (group.nodes - 1) / group.nodes
+    between = remote / (group.inter_bytes_per_s * network.exchange_inter_efficiency)
+    return latency + group.inter_us * 1e-6 + max(inside, between)
 
 
 def _transfer(nbytes: int, group: Group, network: Network) -> float:

@@ -33,6 +33,9 @@ class Program:
     kernels: Kernels = "plan"
     loss: Kernels = "plan"  # the same for the loss
     attention: Attention = "second"
+    float8_products: float = (
+        0.8  # torch._scaled_mm over the 8-bit products of Transformer Engine, see docs/cost-model.md
+    )
     data_policy: DataPolicy = "plan"
     weight_bytes: int | None = None  # bytes of a weight that the program holds through the step; None: the plan's dtype
     gradient_bytes: int | None = None  # bytes of a gradient held through the step; None: the plan's dtype
@@ -43,7 +46,10 @@ class Program:
     )
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
     overlap_weights: bool = True  # weight gathering overlaps with forward
-    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls (async TP, user buffers)
+    overlap_tensor: bool = False  # tensor-parallel collectives overlap with matmuls though the plan does not ask for it
+    tensor_overlap: float = (
+        0.5  # of such a collective, what hides beside its matmul (torch's async TP: 0.36 to 0.57, see docs)
+    )
     graphs: bool = False  # CUDA graphs: no launch overhead
 
 
@@ -54,6 +60,7 @@ MEGATRON = Program(
     kernels="fused",
     loss="fused",
     attention="third",
+    float8_products=1.0,
     recompute="all",
     data_policy="zero1",
     weight_bytes=2,
@@ -64,7 +71,7 @@ MEGATRON = Program(
 """Megatron-LM with its distributed optimizer: bf16 weights, fp32 gradients, fp32 main weights and moments over dp, i.e.
 6 + 12 / dp bytes a parameter (Megatron-LM docs, distributed optimizer)."""
 
-NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True)
+NEMO = replace(MEGATRON, name="nemo", overlap_tensor=True, tensor_overlap=0.8)
 """NVIDIA's NeMo and Megatron-Bridge recipes for performance: Megatron-LM with tensor-parallel collectives through user
 buffers, which overlap with matmuls (NeMo performance guide, communication overlaps)."""
 
@@ -76,11 +83,19 @@ DEEPSPEED_ZERO1 = replace(MEGATRON, name="deepspeed-zero1", gradient_bytes=2)
 """Megatron-DeepSpeed with ZeRO-1 in fp16: weights and gradients of 2 bytes, main weights and moments sharded, i.e.
 4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, P_os)."""
 
-FUSED_FSDP = Program(name="fused-fsdp", executable=False, kernels="fused", loss="fused", attention="third")
+FUSED_FSDP = Program(
+    name="fused-fsdp", executable=False, kernels="fused", loss="fused", attention="third", float8_products=1.0
+)
 """Fully sharded data parallelism under hand-written kernels: Megatron-FSDP, NeMo AutoModel with Transformer Engine."""
 
 XLA_FSDP = Program(
-    name="xla-fsdp", executable=False, kernels="compiled", loss="compiled", attention="third", graphs=True
+    name="xla-fsdp",
+    executable=False,
+    kernels="compiled",
+    loss="compiled",
+    attention="third",
+    float8_products=1.0,
+    graphs=True,
 )
 """MaxText and PaxML: weights fully sharded, and the whole step compiled to one program without launches from the host."""
 

@@ -65,7 +65,9 @@ def shape_efficiency(m: float, n: int, k: int, units: int, groups: int = 1) -> f
 
 
 @functools.lru_cache(maxsize=65536)
-def product_seconds(m: float, n: int, k: int, groups: int, precision: Precision, gpu: Gpu, output_bytes: int) -> float:
+def product_seconds(
+    m: float, n: int, k: int, groups: int, precision: Precision, gpu: Gpu, output_bytes: int, float8: float = 1.0
+) -> float:
     """Time of `groups` products of m rows in all; operands of 2 bytes (8-bit ones 1), results of `output_bytes`."""
     fit = gpu.efficiency
     if m <= 0:
@@ -73,7 +75,7 @@ def product_seconds(m: float, n: int, k: int, groups: int, precision: Precision,
     if precision == "bf16" or gpu.fp8_tflops is None:
         peak, operand = gpu.bf16_tflops * 1e12 * fit.matmul, 2
     else:
-        peak, operand = gpu.fp8_tflops * 1e12 * fit.matmul_float8, 1
+        peak, operand = gpu.fp8_tflops * 1e12 * fit.matmul_float8 * float8, 1
     flops = 2.0 * m * n * k / (peak * shape_efficiency(m / groups, n, k, gpu.compute_units, groups))
     moved = operand * (m * k + groups * n * k) + output_bytes * m * n
     return max(flops, moved / memory_rate(gpu)) + KERNEL_SECONDS
@@ -96,19 +98,21 @@ class MatmulSeconds:
 
 
 @functools.lru_cache(maxsize=65536)
-def matmul_seconds(op: Matmul, precision: Precision, gpu: Gpu, fused_casts: bool, gradient_bytes: int) -> MatmulSeconds:
+def matmul_seconds(
+    op: Matmul, precision: Precision, gpu: Gpu, fused_casts: bool, gradient_bytes: int, float8: float = 1.0
+) -> MatmulSeconds:
     """Forward, gradient of the input, gradient of the weight (accumulated in `gradient_bytes`), and casts."""
     if op.wide:
         # float32 on tensor cores (TF32) runs at half the bf16 rate; only routers, which are small.
         one = 2 * product_seconds(op.m, op.n, op.k, op.groups, "bf16", gpu, 4)
         return MatmulSeconds(one, one, one, 0.0, 0.0)
     weight_precision: Precision = "bf16" if precision == "rowwise_with_gw_hp" else precision
-    forward = product_seconds(op.m, op.n, op.k, op.groups, precision, gpu, ELEMENT_BYTES)
-    to_input = product_seconds(op.m, op.k, op.n, op.groups, precision, gpu, ELEMENT_BYTES)
+    forward = product_seconds(op.m, op.n, op.k, op.groups, precision, gpu, ELEMENT_BYTES, float8)
+    to_input = product_seconds(op.m, op.k, op.n, op.groups, precision, gpu, ELEMENT_BYTES, float8)
     # Of a grouped product each group sums over its own rows.
     rows = op.m / op.groups
     to_weight = product_seconds(
-        float(op.n * op.groups), op.k, max(1, round(rows)), op.groups, weight_precision, gpu, 2 * gradient_bytes
+        float(op.n * op.groups), op.k, max(1, round(rows)), op.groups, weight_precision, gpu, 2 * gradient_bytes, float8
     )
     if precision == "bf16" or gpu.fp8_tflops is None:
         return MatmulSeconds(forward, to_input, to_weight, 0.0, 0.0)
@@ -124,13 +128,14 @@ def matmul_seconds(op: Matmul, precision: Precision, gpu: Gpu, fused_casts: bool
     )
 
 
-# What older and newer kernels reach over FlashAttention-2, (Ampere, Hopper and later), forward and backward. FlashAttention-2
+# What older and newer kernels reach over FlashAttention-2, forward and backward. FlashAttention-2
 # paper, section 4: the first reaches 30 to 50 % of an A100's peak forward and 25 to 35 % backward, the second up to 73 %
-# and 63 %, and 37 % of an H100's forward. FlashAttention-3 paper, figures 5 and 6: up to 75 % of an H100 forward.
-_GENERATION: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
-    "first": ((0.65, 0.60), (0.55, 0.50)),
-    "second": ((1.0, 1.0), (1.0, 1.0)),
-    "third": ((1.0, 1.0), (1.5, 1.4)),
+# and 63 %, and 37 % of an H100's forward. FlashAttention-3 paper, figures 5 and 6: up to 75 % of an H100 forward. FlashAttention-2
+# has no kernels of its own for Blackwell, which cuDNN has.
+_GENERATION: dict[str, dict[str, tuple[float, float]]] = {
+    "first": {"ampere": (0.65, 0.60), "hopper": (0.55, 0.50), "blackwell": (0.5, 0.5)},
+    "second": {"ampere": (1.0, 1.0), "hopper": (1.0, 1.0), "blackwell": (1.0, 1.0)},
+    "third": {"ampere": (1.0, 1.0), "hopper": (1.5, 1.5), "blackwell": (3.0, 3.0)},
 }
 
 _SCORE_BYTES = (14.0, 18.0)
@@ -150,7 +155,7 @@ def attention_seconds(op: Mixing, gpu: Gpu, generation: Attention = "second") ->
         products = 2 * op.flops / (peak * fit.matmul * op.qk_dim / (op.qk_dim + _HALF_K))
         scores = 2 * op.pairs * op.heads / memory_rate(gpu)
         return products + _SCORE_BYTES[0] * scores, 2 * products + _SCORE_BYTES[1] * scores
-    factors = _GENERATION[generation][_hopper_or_later(gpu)]
+    factors = _GENERATION[generation][_architecture(gpu)]
     # Heads of 64 fill the tensor cores' pipeline half as long as those of 128 (FlashAttention-2, figures 4 to 6).
     narrow = min(1.0, 0.55 + 0.45 * op.qk_dim / 128)
     forward = op.flops / (peak * min(0.9, fit.attention * factors[0]) * narrow) + KERNEL_SECONDS
@@ -158,8 +163,9 @@ def attention_seconds(op: Mixing, gpu: Gpu, generation: Attention = "second") ->
     return forward, backward
 
 
-def _hopper_or_later(gpu: Gpu) -> bool:
-    return gpu.compute_capability is not None and int(gpu.compute_capability.split(".")[0]) >= 9
+def _architecture(gpu: Gpu) -> str:
+    major = 8 if gpu.compute_capability is None else int(gpu.compute_capability.split(".")[0])
+    return "blackwell" if major >= 10 else "hopper" if major == 9 else "ampere"
 
 
 def elementwise_seconds(op: Elementwise, gpu: Gpu) -> tuple[float, float]:

@@ -57,7 +57,8 @@ def kernels_of(plan: Plan, program: Program = TITAN) -> Kernels:
     return Kernels(
         gpu=plan.cluster.gpu,
         precision=plan.float8.recipe or "bf16",
-        fused_casts=fusion != "eager",
+        fused_casts=fusion == "fused",
+        float8_products=program.float8_products,
         gradient_bytes=gradient,
         launches=not program.graphs,
         early_stop=program.recompute == "needed" and plan.activation_checkpoint.early_stop,

@@ -47,9 +47,9 @@ def step_seconds(plan: Plan, program: Program = TITAN) -> StepSeconds:
     computing = stage_seconds(plan, program)
     talking = communication(plan, program, imbalance_of(plan))
     slowdown = plan.cluster.gpu.efficiency.overlap_slowdown
-    tp = plan.mesh.tp
-    forward = [_pass(c.forward, t.forward, slowdown, tp) for c, t in zip(computing, talking, strict=True)]
-    backward = [_pass(c.backward, t.backward, slowdown, tp) for c, t in zip(computing, talking, strict=True)]
+    hides = program.tensor_overlap
+    forward = [_pass(c.forward, t.forward, slowdown, hides) for c, t in zip(computing, talking, strict=True)]
+    backward = [_pass(c.backward, t.backward, slowdown, hides) for c, t in zip(computing, talking, strict=True)]
     runs = plan.pipeline.microbatches if plan.mesh.pp > 1 else 1
     repeats = plan.batch.accumulation_steps
     span = _span(plan, program, computing, talking, forward, backward) * repeats
@@ -83,7 +83,7 @@ def _none() -> dict[Part, float]:
     return {"data": 0.0, "tensor": 0.0, "context": 0.0, "expert": 0.0, "pipeline": 0.0}
 
 
-def _pass(compute: Seconds, talk: PassCommunication, slowdown: float, tp: int) -> _Pass:
+def _pass(compute: Seconds, talk: PassCommunication, slowdown: float, tensor_overlap: float) -> _Pass:
     """Computing and collectives of one pass together.
 
     What may hide is waited for as far as it takes longer than what it hides behind; what does hide slows computing down, as
@@ -93,8 +93,7 @@ def _pass(compute: Seconds, talk: PassCommunication, slowdown: float, tp: int) -
     for part, seconds in talk.waits.items():
         waits[part] += seconds
     if talk.matmul:
-        # Cut into one piece a rank, of which the first has nothing to run beside.
-        hides = min(talk.matmul * (1 - 1 / tp), compute.matmul)
+        hides = min(talk.matmul * tensor_overlap, compute.matmul)
         waits["tensor"] += talk.matmul - hides + slowdown * hides
     if talk.attention:
         hides = min(talk.attention, compute.attention)

@@ -106,13 +106,15 @@ def simulate(
     `hidden`: part of the shorter half of DualPipeV's pairs that disappears behind the longer one. At 0, as in torch 2.13,
     the halves run one after the other: forward starts when its input is there, backward when its gradient is, and the forward's
     result leaves with the backward's, at the end. Above 0 the halves start together, when both have what they need.
-    Raises `ValueError` for the wrong number of times, and for a shape that its schedule cannot run.
+    Raises `ValueError` for the wrong number of times, for another `hidden`, and for a shape that its schedule cannot run.
     """
     stages = work.pp * work.per_rank if isinstance(work, Shape) else len(work.placement)
     times = tuple(times)
     boundaries = (float(transfer_s),) * (stages - 1) if isinstance(transfer_s, int | float) else tuple(transfer_s)
     if len(times) != stages or len(boundaries) != stages - 1:
         raise ValueError(f"{len(times)} times and {len(boundaries)} transfers for {stages} stages")
+    if not 0.0 <= hidden <= 1.0:
+        raise ValueError(f"`hidden` is {hidden}, but it is a part: 0 to 1")
     together = hidden > 0.0
     if isinstance(work, Shape):
         steady = _steady(work, sends, together)

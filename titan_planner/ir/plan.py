@@ -45,19 +45,29 @@ class Remark:
 
 @record
 class StageMemory:
-    """Counted memory of the fullest rank of one stage, in GiB."""
+    """Counted memory of the fullest rank of one stage at the fullest moment of a step, in GiB."""
 
     stage: Annotated[int, Field("Stage index.", ge=0)]
+    moment: Annotated[str, Field("The moment of a step that needs most, e.g. loss.")] = ""
     parameters_gib: Annotated[float, Field("Sharded parameters.", ge=0)]
-    gradients_gib: Annotated[float, Field("Sharded gradients.", ge=0)]
-    optimizer_gib: Annotated[float, Field("Optimizer states.", ge=0)]
-    unsharded_gib: Annotated[float, Field("Gathered parameters and gradients of the units in flight.", ge=0)]
-    activations_gib: Annotated[float, Field("Activations kept for backward.", ge=0)]
+    gradients_gib: Annotated[float, Field("Reduced gradients that exist at that moment.", ge=0)]
+    optimizer_gib: Annotated[float, Field("Optimizer states, and main weights where a program has them.", ge=0)]
+    unsharded_gib: Annotated[float, Field("Gathered parameters and unreduced gradients of the units in flight.", ge=0)]
+    activations_gib: Annotated[float, Field("Activations kept for backward, and one block's computed again.", ge=0)]
     logits_gib: Annotated[float, Field("Logits and the loss's working memory.", ge=0)]
+    float8_gib: Annotated[float, Field("Operands cast to 8 bits.", ge=0)] = 0.0
+    communication_gib: Annotated[float, Field("Buffers of pipeline, context and expert parallelism.", ge=0)] = 0.0
+    allocator_gib: Annotated[
+        float, Field("What the caching allocator holds beside the fullest moment, for other moments.", ge=0)
+    ] = 0.0
+    reserve_gib: Annotated[float, Field("Context, communicators and workspaces.", ge=0)] = 0.0
+    experts_worst_gib: Annotated[
+        float, Field("What is needed beyond the total if every token went to one rank's experts.", ge=0)
+    ] = 0.0
 
     @property
-    def total_gib(self) -> float:
-        """Sum of all parts."""
+    def allocated_gib(self) -> float:
+        """What tensors take: torch.cuda.max_memory_allocated."""
         return (
             self.parameters_gib
             + self.gradients_gib
@@ -65,7 +75,19 @@ class StageMemory:
             + self.unsharded_gib
             + self.activations_gib
             + self.logits_gib
+            + self.float8_gib
+            + self.communication_gib
         )
+
+    @property
+    def reserved_gib(self) -> float:
+        """What the caching allocator has of the device: torch.cuda.max_memory_reserved."""
+        return self.allocated_gib + self.allocator_gib
+
+    @property
+    def total_gib(self) -> float:
+        """Sum of all parts: what the device must have."""
+        return self.reserved_gib + self.reserve_gib
 
 
 @record

@@ -156,7 +156,9 @@ def _op(plan: Plan, op: Op, part: str, precision: Precision) -> str | None:
     gpu, kernels = plan.cluster.gpu, kernels_of(plan)
     match op:
         case Matmul() if part in ("matmul_ms", "float8_casts_ms"):
-            took = matmul_seconds(op, precision, gpu, kernels.fused_casts, kernels.gradient_bytes)
+            took = matmul_seconds(
+                op, precision, gpu, kernels.fused_casts, kernels.gradient_bytes, kernels.float8_products
+            )
             if part == "float8_casts_ms":
                 return (
                     None

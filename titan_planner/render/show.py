@@ -23,9 +23,15 @@ MEMORY_PARTS = {
     "unsharded_gib": "gathered",
     "activations_gib": "activ",
     "logits_gib": "logits",
+    "float8_gib": "fp8",
+    "communication_gib": "comm",
+    "allocator_gib": "alloc",
+    "reserve_gib": "reserve",
     "total_gib": "total",
 }
 """Field of `StageMemory` -> head of its column."""
+
+_SHOWN_WHERE_THERE_IS_ANY = ("float8_gib", "communication_gib", "allocator_gib", "reserve_gib")
 
 
 def show(plan: Plan, width: int = 100, *, style: Style = PLAIN) -> str:
@@ -318,8 +324,14 @@ def _memory_json(memory: StageMemory | None) -> dict[str, Any] | None:
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """The table of stages with its header line."""
     header: tuple[str, ...] = ("stage", "rank", "modules")
+    stages = plan.estimate.memory if plan.estimate else ()
+    parts = {
+        part: word
+        for part, word in MEMORY_PARTS.items()
+        if part not in _SHOWN_WHERE_THERE_IS_ANY or any(getattr(stage, part) for stage in stages)
+    }
     if plan.estimate:
-        header = (*header, *MEMORY_PARTS.values())
+        header = (*header, *parts.values())
     rows = [header]
     held: dict[int, list[str]] = {}
     for layer in plan.layers:
@@ -328,7 +340,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
         row: tuple[str, ...] = (str(stage.index), str(stage.pp_rank), ", ".join(fold(held.get(stage.index, ()))))
         memory = _memory_of(plan, stage.index)
         if memory:
-            row = (*row, *(f"{getattr(memory, part):.2f}" for part in MEMORY_PARTS))
+            row = (*row, *(f"{getattr(memory, part):.2f}" for part in parts))
         rows.append(row)
     return rows
 

@@ -1,0 +1,132 @@
+"""Sizes of one microbatch on one rank: what tensor, sequence, context and expert parallelism leave of every activation."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from titan_planner.cost.program import Program
+from titan_planner.ir.model import Attention, Gqa, Moe
+from titan_planner.ir.plan import Plan
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element."""
+
+BALANCED = 1.0
+"""Expert imbalance: every rank gets as many tokens as the mean. Real routing exceeds it; see `worst_imbalance`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a rank computes with. Token counts are of one microbatch."""
+
+    dim: int
+    vocab: int  # columns of the logits that this rank holds
+    tokens: int  # inside attention and feed-forward: gathered over tp
+    stream_tokens: int  # of the residual stream: cut over tp with sequence parallel
+    itemsize: int  # bytes of an activation
+    tp: int
+    sequence_parallel: bool
+    kv_replicas: int
+    cp: int
+    cp_method: Literal["allgather", "ring", "alltoall"]
+    cp_chunks: int  # 2 when every rank has an early and a late part of the sequence
+    ep: int
+    etp: int
+    kernels: Literal["eager", "compiled", "fused"]
+    capacity_factor: float | None
+    imbalance: float  # rows that the busiest expert rank gets over the mean
+    device: Literal["cuda", "cpu"]
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of the residual stream in the dtype computed in."""
+        return self.stream_tokens * self.dim * self.itemsize
+
+    @property
+    def routing_tokens(self) -> float:
+        """Tokens that this rank routes: whole experts under tensor parallelism share them out over tp."""
+        return self.tokens / (self.tp if self.tp > 1 and self.etp == 1 else 1)
+
+    def sent_rows(self, moe: Moe) -> float:
+        """Rows that leave this rank for experts; a capacity cuts off what exceeds it, at most."""
+        rows = self.routing_tokens * moe.top_k
+        return rows if self.capacity_factor is None else rows * min(1.0, self.capacity_factor)
+
+    def expert_rows(self, moe: Moe) -> float:
+        """Rows that this rank's experts compute; `imbalance` times the mean over the ep ranks."""
+        return self.sent_rows(moe) * (self.imbalance if self.ep > 1 else 1.0)
+
+
+def local(plan: Plan, program: Program, imbalance: float) -> Local:
+    """The sizes of `plan` run by `program`. `imbalance` is 1 when experts' loads are balanced."""
+    mesh, tensor = plan.mesh, plan.tensor_parallel
+    sequence_parallel = tensor.sequence_parallel and mesh.tp > 1
+    tokens = plan.batch.microbatch_size * plan.batch.seq_len // mesh.cp
+    return Local(
+        dim=plan.model.dim,
+        vocab=plan.model.vocab_size // (mesh.tp if tensor.loss_parallel else 1),
+        tokens=tokens,
+        stream_tokens=tokens // (mesh.tp if sequence_parallel else 1),
+        itemsize=BYTES[plan.fsdp.param_dtype],
+        tp=mesh.tp,
+        sequence_parallel=sequence_parallel,
+        kv_replicas=tensor.kv_replicas,
+        cp=mesh.cp,
+        cp_method=plan.context_parallel.method,
+        cp_chunks=2 if plan.context_parallel.load_balance == "headtail" else 1,
+        ep=mesh.ep,
+        etp=mesh.etp,
+        kernels=kernels(plan, program),
+        capacity_factor=plan.expert_parallel.capacity_factor,
+        imbalance=imbalance,
+        device=plan.cluster.gpu.device,
+    )
+
+
+def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
+    """Who fuses the memory-bound ops of blocks."""
+    if program.kernels != "plan":
+        return program.kernels
+    return "compiled" if plan.compile.enable and "model" in plan.compile.components else "eager"
+
+
+def loss_kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
+    """Who fuses the loss."""
+    if program.kernels != "plan":
+        return program.kernels
+    return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"
+
+
+def worst_imbalance(moe: Moe, ep: int) -> float:
+    """Rows over the mean when every token goes to experts of one rank, as many of them as it has."""
+    here = moe.num_experts // ep
+    return ep * min(moe.top_k, here) / moe.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Columns of a rank's attention: elements a token of queries, and of keys or values, and query heads."""
+
+    queries: int
+    keys: int
+    heads: int
+
+
+@functools.lru_cache(maxsize=1024)
+def heads(attention: Attention, local: Local) -> Heads:
+    """The columns of the rank that has most. Where KV heads do not simply serve equal groups, they are copied for each query."""
+    match attention:
+        case Gqa() as gqa:
+            mine = gqa.num_heads // local.tp
+            held = max(1, gqa.num_kv_heads * local.kv_replicas // local.tp)
+            group = gqa.num_heads // gqa.num_kv_heads
+            plain = all(
+                (rank * mine + query) // group - rank // local.kv_replicas * held == query * held // mine
+                for rank in range(local.tp)
+                for query in range(mine)
+            )
+            return Heads(mine * gqa.head_dim, (held if plain else mine) * gqa.head_dim, mine)
+        case _:
+            assert_never(attention)
