@@ -1,7 +1,7 @@
 """Lower a spec to the naive plan: all ranks shard data, one stage, nothing recomputed, no Float8, nothing compiled.
 
-Pins on degrees, batch and schedule are honoured here, because a plan must be valid from the first moment; everything that
-is `auto` takes the plainest legal value, and the passes improve on it.
+Pins on degrees, batch, schedule and compilation are honoured here, because a plan must be valid from the first moment and
+after every pass; everything that is `auto` takes the plainest legal value, and the passes improve on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titan_planner.ir.job import (
 from titan_planner.ir.model import Model
 from titan_planner.ir.parallel import ContextParallel, ExpertParallel, Fsdp, Mesh
 from titan_planner.ir.plan import PLAN_VERSION, Plan, Remark
-from titan_planner.ir.request import DEGREE_FIELDS, Spec
+from titan_planner.ir.request import DEGREE_FIELDS, Request, Spec
 from titan_planner.ir.verify import verify
 from titan_planner.layout import lay_out, meshes
 from titan_planner.stages import InfeasibleStages
@@ -165,7 +165,9 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
             precompute_float8_dynamic_scale_for_fsdp=False,
             emulate=False,
         ),
-        compile=Compile(enable=False, components=request.compile.components, backend=request.compile.backend),
+        compile=Compile(
+            enable=_compiled(request), components=request.compile.components, backend=request.compile.backend
+        ),
         loss=Loss(
             kind="cross_entropy",
             chunks=request.loss.chunks if isinstance(request.loss.chunks, int) else 1,
@@ -183,6 +185,12 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
         estimate=None,
         remarks=tuple(remarks),
     )
+
+
+def _compiled(request: Request) -> bool:
+    """Whether what is pinned is compiled: the pin itself, or a memory budget, which only the compiler can keep."""
+    asked = request.compile.enable
+    return request.activation_checkpoint.mode == "memory_budget" if asked == "auto" else asked
 
 
 def _unused(spec: Spec) -> list[Remark]:

@@ -39,6 +39,17 @@ def data_group(world: DeviceMesh) -> dist.ProcessGroup:
     return world["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp").get_group()
 
 
+def partial_mesh(world: DeviceMesh, mesh: Mesh, ranks: int) -> DeviceMesh:
+    """The ranks of `data_mesh` as groups x `ranks` neighbours, among which weights stay sharded between uses. Collective.
+
+    Made of the whole world, since every rank takes part in making every group: torch would make it of the ranks of a
+    pipeline stage alone, and wait for the others for ever.
+    """
+    whole = world["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+    groups = mesh.dp_replicate * mesh.fsdp // ranks
+    return whole._unflatten(0, (groups, ranks), (f"groups_of_{ranks}", f"in_groups_of_{ranks}"))
+
+
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
 

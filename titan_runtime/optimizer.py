@@ -101,10 +101,13 @@ def build_optimizer(
         case "Muon":
             matrices_ = [group for group in groups if group["muon"]]
             others = [group for group in groups if not group["muon"]]
-            parts = [ShardedMuon(matrices_, lr=optimizer.lr, momentum=optimizer.beta1, state_dtype=dtype)] * bool(
-                matrices_
-            )
-            return Together(*parts, *([adam(others)] if others else []))
+            # A pipeline rank may hold no matrix (an embedding alone), or nothing else.
+            parts: list[torch.optim.Optimizer] = []
+            if matrices_:
+                parts.append(ShardedMuon(matrices_, lr=optimizer.lr, momentum=optimizer.beta1, state_dtype=dtype))
+            if others:
+                parts.append(adam(others))
+            return Together(*parts)
         case _:
             assert_never(optimizer.name)
 

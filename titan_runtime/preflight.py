@@ -59,6 +59,7 @@ def local_report(
         problems += unsupported(plan)
         problems += _device_problems(plan, local_rank, torch.cuda.is_available, torch.cuda.device_count)
         problems += _package_problems(plan, find_spec)
+        problems += _torch_problems(plan)
         if not problems:
             on_gpu = plan.cluster.gpu.device == "cuda"
             capability = torch.cuda.get_device_capability(local_rank) if on_gpu else None
@@ -95,6 +96,23 @@ def _device_problems(
             f"this node has {device_count()} GPUs, so there is none for its rank number {local_rank}\n"
             f"    try: start at most {device_count()} ranks on each node, one a GPU"
         ]
+    return []
+
+
+def _torch_problems(plan: Plan) -> list[str]:
+    """Names in the plan that mean nothing to this torch: operators to save, and the compiler's backend."""
+    from titan_runtime.apply.checkpointing import resolve_op
+    from titan_runtime.apply.compile import require_backend
+
+    used = {layer.checkpoint for layer in plan.layers}
+    try:
+        for policy in plan.activation_checkpoint.policies:
+            for name in policy.save_ops if policy.name in used else ():
+                resolve_op(policy.name, name)
+        if plan.compile.enable:
+            require_backend(plan.compile.backend)
+    except RunError as error:
+        return [str(error)]
     return []
 
 

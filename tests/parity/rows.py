@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES
+
 SPEC: dict[str, Any] = {
     "spec_version": 1,
     "name": "parity",
@@ -128,6 +130,14 @@ def experts(name: str, degrees: dict[str, int], ep: int = 1, same_bits_as: str |
     return Row(name, degrees, {"expert_parallel_degree": ep}, {"model": MOE, **sections}, same_bits_as=same_bits_as)
 
 
+COMPILED: dict[str, Any] = {"compile": {"enable": True, "backend": "aot_eager"}}
+
+
+def recomputed(mode: str, **options: Any) -> dict[str, Any]:
+    """Sections of a row that recomputes activations."""
+    return {"activation_checkpoint": {"mode": mode, **options}}
+
+
 ROWS: tuple[Row, ...] = (
     Row("one rank", {"dp_shard": 1}, sections={"training": {"local_batch_size": 2}}),
     Row("dp 2", {"dp_shard": 2}),
@@ -174,8 +184,6 @@ ROWS: tuple[Row, ...] = (
     Row("tp 2, tied weights", {"tp": 2}, sections={"model": TIED}),
     Row("tp 2, checkpointing selective", {"tp": 2}, sections={"activation_checkpoint": {"mode": "selective"}},
         same_bits_as="tp 2"),
-    Row("dp 2, checkpointing every second layer", {"dp_shard": 2},
-        sections={"activation_checkpoint": {"mode": "selective", "selective_ac_option": 2}}, same_bits_as="dp 2"),
     Row("tp 2 x dp 2", {"tp": 2, "dp_shard": 2}),
     Row("tp 2 x dp 2, accumulation 4", {"tp": 2, "dp_shard": 2}, sections={"training": {"local_batch_size": 1}}),
     Row("tp 2 x hsdp 2x2", {"tp": 2, "dp_shard": 2, "dp_replicate": 2}),
@@ -252,4 +260,33 @@ ROWS: tuple[Row, ...] = (
              same_bits_as="pp 2 1F1B"),
     pipeline("pp 2 ZBVZeroBubble, checkpointing full", 2, "ZBVZeroBubble",
              sections={"activation_checkpoint": {"mode": "full"}}, same_bits_as="pp 2 ZBVZeroBubble"),
+    Row("dp 2, every third block computed again", {"dp_shard": 2}, {}, recomputed("selective", selective_ac_option=3),
+        same_bits_as="dp 2"),
+    pipeline("pp 2 x tp 2, every second block computed again", 2, "1F1B", degrees={"tp": 2},
+             sections=recomputed("selective", selective_ac_option=2), same_bits_as="pp 2 x tp 2"),
+    Row("dp 2, a memory budget, compiled", {"dp_shard": 2}, {}, {
+        **COMPILED, **recomputed("memory_budget", memory_budget=0.3)}),
+    Row("tp 2, a memory budget, compiled", {"tp": 2}, {}, {**COMPILED, **recomputed("memory_budget", memory_budget=0.0)}),
+    pipeline("pp 2 x tp 2 DualPipeV, a memory budget, compiled", 2, "DualPipeV", degrees={"tp": 2}, sections={
+        **COMPILED, **recomputed("memory_budget", memory_budget=0.3)}),
+    Row("tp 2, checkpointing full, compiled", {"tp": 2}, {}, {**COMPILED, **recomputed("full")}),
+    Row("tp 2 x dp 2, every second block computed again, compiled", {"tp": 2, "dp_shard": 2}, {}, {
+        **COMPILED, **recomputed("selective", selective_ac_option=2)}),
+    Row("tp 4, KV heads twice, no sequence parallel, full, compiled", {"tp": 4}, {"enable_sequence_parallel": False}, {
+        **COMPILED, **recomputed("full")}),
+    Row("ddp 2 x tp 2, checkpointing full, compiled", {"dp_replicate": 2, "tp": 2}, {"data_parallel_strategy": "ddp"}, {
+        **COMPILED, **recomputed("full")}),
+    Row("experts, tp 2 with ep 2, checkpointing full, compiled", {"tp": 2}, {"expert_parallel_degree": 2}, {
+        "model": MOE, **COMPILED, **recomputed("full")}),
+    *(pipeline(f"pp 2 {schedule}, compiled", 2, schedule, sections=COMPILED) for schedule in SPLIT_BACKWARD_SCHEDULES),
+    pipeline("pp 2 DualPipeV, checkpointing full, compiled", 2, "DualPipeV", sections={**COMPILED, **recomputed("full")}),
+    pipeline("pp 2 x tp 2 ZBVZeroBubble, checkpointing full, compiled", 2, "ZBVZeroBubble", degrees={"tp": 2}, sections={
+        **COMPILED, **recomputed("full")}),
+    Row("hsdp 2x4, resharded to 2", {"dp_replicate": 2, "dp_shard": 4}, {"fsdp_reshard_after_forward": 2}),
+    Row("cp 2 x dp 2, resharded to 2", {"dp_shard": 2, "cp": 2}, {"fsdp_reshard_after_forward": 2}),
+    pipeline("pp 2 x dp 4 Interleaved1F1B, resharded to 2", 2, "Interleaved1F1B", local=2, degrees={"dp_shard": 4},
+             parallelism={"fsdp_reshard_after_forward": 2}),
+    Row("experts, dp 4, resharded to 2", {"dp_shard": 4}, {"fsdp_reshard_after_forward": 2}, {"model": MOE}),
+    Row("experts, dp 8 with ep 2, all but experts resharded to 4", {"dp_shard": 8}, {
+        "fsdp_reshard_after_forward": 4, "expert_parallel_degree": 2}, {"model": MOE}),
 )  # fmt: skip

@@ -172,6 +172,7 @@ def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve | Lacking:
         return Lacking(lacking[0])
     seed_everything(plan, rank.index)
     world = build_mesh(plan.mesh, device.type)
+    torch.compiler.reset()  # code compiled for a former plan's budget would fit this one's modules
     group = data_group(world)
     module: nn.Module = build_model(plan, world, device)
     names = [parameter.fqn for parameter in parameters(plan.model)]

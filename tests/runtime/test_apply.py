@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from tests.runtime.test_parity import checkpointed
 from titan_planner.ir.inventory import module_names
 from titan_planner.ir.parallel import FsdpUnit
 from titan_planner.ir.plan import Plan
+from titan_planner.sharding import tensor_parallel_rows
+from titan_runtime.apply import build_model
 from titan_runtime.apply.checkpointing import apply_checkpointing, resolve_op
 from titan_runtime.apply.compile import apply_compile, compiled_loss
 from titan_runtime.apply.fsdp import resolve_units
 from titan_runtime.errors import RunError
 from titan_runtime.init import initialise
 from titan_runtime.loss import cross_entropy_sum
+from titan_runtime.mesh import build_mesh
 from titan_runtime.modules import Transformer, build
 
 
@@ -168,6 +172,93 @@ def test_a_memory_budget_is_given_to_the_compiler() -> None:
     ac = replace(plan.activation_checkpoint, policies=(plans.NO_CHECKPOINT, policy))
     plan = replace(plan, activation_checkpoint=ac, compile=replace(plan.compile, backend="aot_eager"))
     assert run_ranks(budget, 1, plan) == [0.5]
+
+
+def kept(rank: Rank, plan: Plan) -> list[int]:
+    """Bytes that compiled blocks keep for backward under the budgets 1, 0.5 and 0."""
+    sizes = []
+    for budget in (1.0, 0.5, 0.0):
+        torch.compiler.reset()
+        module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
+        initialise(module, plan.model, seed=0)
+        apply_compile(module, with_budget(plan, budget))
+        held: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            module(torch.zeros(1, plan.batch.seq_len, dtype=torch.int64)).sum().backward()
+        sizes.append(sum(held.values()))
+    return sizes
+
+
+def with_budget(plan: Plan, budget: float) -> Plan:
+    policy = replace(plans.NO_CHECKPOINT, name="budget", mode="memory_budget", memory_budget=budget)
+    layers = [replace(x, checkpoint="budget") if x.fqn.startswith("layers.") else x for x in plan.layers]
+    return replace(
+        plan,
+        layers=tuple(layers),
+        activation_checkpoint=replace(plan.activation_checkpoint, policies=(plans.NO_CHECKPOINT, policy)),
+        compile=replace(plan.compile, enable=True, backend="aot_eager"),
+    )
+
+
+def test_a_smaller_memory_budget_keeps_less() -> None:
+    [(whole, half, none)] = run_ranks(kept, 1, plans.tiny_plan())
+    assert whole > half > none
+
+
+def configuration(rank: Rank, given: list[Plan]) -> list[tuple[float, bool]]:
+    found = []
+    for plan in given:
+        compiled_loss(cross_entropy_sum, plan)
+        found.append((torch._functorch.config.activation_memory_budget, torch._functorch.config.donated_buffer))
+    return found
+
+
+def test_one_plans_settings_of_the_compiler_are_not_the_nexts() -> None:
+    on = with_budget(plans.tiny_plan(), 0.5)
+    plain = replace(plans.tiny_plan(), compile=on.compile)
+    split = replace(
+        plain,
+        mesh=plans.mesh(pp=2),
+        pipeline=replace(plain.pipeline, schedule="DualPipeV"),
+    )
+    assert run_ranks(configuration, 1, [on, split, plain]) == [[(0.5, True), (1.0, False), (1.0, True)]]
+
+
+def graphs_on_tensor_ranks(rank: Rank, plan: Plan) -> int:
+    """Graphs that the compiler makes of all blocks in one step."""
+    made = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(counting, name="counting")
+    module = build_model(plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+    for _ in range(2):
+        module(torch.zeros(1, plan.batch.seq_len, dtype=torch.int64)).sum().backward()
+    return len(made)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_equal_blocks_share_one_compilation_on_tensor_ranks_too(mode: str) -> None:
+    plan = many_blocks(lambda n: "none" if mode == "none" else "some")
+    if mode == "full":
+        full = replace(plans.NO_CHECKPOINT, name="some", mode="full")
+        policies = (plans.NO_CHECKPOINT, full)
+        plan = replace(plan, activation_checkpoint=replace(plan.activation_checkpoint, policies=policies))
+    plan = replace(
+        plan,
+        mesh=plans.mesh(tp=2),
+        cluster=plans.cluster(2),
+        tensor_parallel=replace(plan.tensor_parallel, sequence_parallel=True),
+        sharding=tensor_parallel_rows(plan.model, sequence_parallel=True, loss_parallel=False),
+    )
+    assert run_ranks(graphs_on_tensor_ranks, 2, plan) == [1, 1]
 
 
 def test_a_compiler_that_torch_lacks_is_named() -> None:

@@ -96,7 +96,9 @@ def test_held_out_and_training_losses_are_those_of_one_rank(one_rank) -> None:
         pipeline(schedule, 2, schedule, sections=HELD_OUT) for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
     ]
     two = results(*rows(HELD_OUT, {"tp": 2}, {"cp": 2}, {"dp_shard": 2}), *schedules)
-    four = results(*rows(HELD_OUT, {"tp": 2, "dp_shard": 2}, {"cp": 2, "tp": 2}))
+    # Validation without a backward must leave what was resharded in part where training and the optimizer look for it.
+    partly = Row("resharded in part", {"dp_shard": 4}, {"fsdp_reshard_after_forward": 2}, HELD_OUT)
+    four = results(*rows(HELD_OUT, {"tp": 2, "dp_shard": 2}, {"cp": 2, "tp": 2}), partly)
     for losses, held_out, _ in (*two, *four):
         assert losses == pytest.approx(one_rank["held out"][0], rel=1e-5)
         assert held_out == pytest.approx(one_rank["held out"][1], rel=1e-5)
@@ -125,6 +127,12 @@ def test_muon_updates_whole_matrices_whatever_cuts_them(one_rank) -> None:
     for losses, _, _ in found:
         assert losses == pytest.approx(one_rank["muon"][0], rel=1e-4)
     assert one_rank["muon"][0][2] != pytest.approx(one_rank["plain"][0][2], rel=1e-3)
+
+
+def test_muon_on_a_pipeline_of_which_one_rank_holds_no_matrix(one_rank) -> None:
+    apart = {"module_fqns_per_model_part": [["tok_embeddings"], ["layers.0-7", "norm", "output"]]}
+    (losses, _, _), *_ = results(pipeline("embedding alone", 2, "1F1B", parallelism=apart, sections=MUON))
+    assert losses == pytest.approx(one_rank["muon"][0], rel=1e-4)
 
 
 def test_float8_goes_with_the_other_axes(one_rank) -> None:

@@ -219,6 +219,20 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("held", [set(FQNS) - MATRICES, MATRICES], ids=["no-matrix", "matrices-alone"])
+def test_muon_on_a_rank_that_holds_one_kind_of_parameters(held: set[str]) -> None:
+    module = filled()
+    stage = torch.nn.Module()
+    stage.named_parameters = lambda: ((fqn, p) for fqn, p in module.named_parameters() if fqn in held)  # type: ignore[method-assign]
+    optimizer = build_optimizer(stage, replace(muon(), param_groups=()), MATRICES, whole=FQNS)
+    with_gradients(module, 1)
+    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
+    set_lr(optimizer, 0.1)
+    optimizer.step()
+    changed = {fqn for fqn, p in module.named_parameters() if not torch.equal(p, before[fqn])}
+    assert changed == held
+
+
 def test_muon_is_torchs_on_one_rank_bit_for_bit_and_on_shards_too() -> None:
     from tests.harness import Rank, run_ranks
 

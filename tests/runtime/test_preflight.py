@@ -152,6 +152,23 @@ def test_the_page_lists_exactly_what_is_refused() -> None:
     ]
 
 
+def test_names_that_this_torch_lacks_are_refused_before_the_process_group() -> None:
+    plan = plans.tiny_plan()
+    assert local_report(plan, "p.json", "d", 1, 0).problems == []
+    compiled = replace(plan, compile=replace(plan.compile, enable=True, backend="inducter"))
+    [problem] = local_report(compiled, "p.json", "d", 1, 0).problems
+    assert "no compiler backend `inducter`" in problem
+    policy = CheckpointPolicy(
+        name="some", mode="selective", save_ops=("aten.nope.default",), recompute_every_second_matmul=False,
+        force_recompute_fqns=(), memory_budget=None,
+    )  # fmt: skip
+    layers = tuple(replace(x, checkpoint="some") if x.fqn == "layers.0" else x for x in plan.layers)
+    policies = (*plan.activation_checkpoint.policies, policy)
+    saving = replace(plan, layers=layers, activation_checkpoint=replace(plan.activation_checkpoint, policies=policies))
+    [problem] = local_report(saving, "p.json", "d", 1, 0).problems
+    assert "saves `aten.nope.default`, which is no operator" in problem
+
+
 def test_what_the_runtime_does_it_accepts() -> None:
     assert unsupported(plans.tiny_plan(plans.mesh(2, 2))) == []
     assert unsupported(plans.tiny_plan(plans.mesh(2, 2, ep=2), model=plans.tiny_moe_model())) == []

@@ -263,6 +263,12 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     ("absurd size", GPU.replace("nodes: 1", "nodes: 1000000000000"), [("3:38", "must be at most 1,000,000")]),
     (
+        "float8 gathered, resharded in part",
+        GOOD + "parallelism: {fsdp_reshard_after_forward: 2}\n"
+        "float8: {recipe: tensorwise, emulate: true, enable_fsdp_float8_all_gather: true}\n",
+        [("6:43", "cannot be resharded to 2 of 4 ranks")],
+    ),
+    (
         "everything at once",
         "spec_version: 1\nmodel: {family: llama3, flavr: 8B}\ncluster: {gpu: h100, nodes: none}\n"
         "training: {steps: 1e3x, local_batch_size: 0}\nmetrics: {log_freq: 0}\n",

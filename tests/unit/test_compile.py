@@ -172,6 +172,25 @@ def test_every_pass_can_be_left_out(tmp_path, without):
     assert without not in {remark.by for remark in plan.remarks}
 
 
+BUDGET = "activation_checkpoint: {mode: memory_budget, memory_budget: 0.3}\n"
+
+
+@pytest.mark.parametrize("asked", ["", "compile: {enable: true}\n"])
+@pytest.mark.parametrize("text", [TINY, PIPELINE.replace("activation_checkpoint: {mode: selective}\n", "")])
+def test_a_memory_budget_compiles_with_any_passes(tmp_path, text, asked):
+    """It needs the model compiled from the pass that sets it on, whoever decides on compilation otherwise."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(text + asked + BUDGET)
+    chosen = [select_passes(stop_after=stop) for stop in ("lower", *pass_names())]
+    chosen += [select_passes(without=[name]) for name in pass_names()]
+    for passes in chosen:
+        plan = compile_spec(load_spec(path), passes)
+        assert verify(plan) == ()
+        assert plan.compile.enable
+    whole = compile_spec(load_spec(path))
+    assert {layer.checkpoint for layer in whole.layers if layer.fqn.startswith("layers.")} == {"memory_budget"}
+
+
 def test_a_pass_that_breaks_a_plan_is_named(tmp_path):
     def saboteur(plan: Plan, ctx: object) -> Plan:
         return replace(plan, layers=plan.layers[:-1])

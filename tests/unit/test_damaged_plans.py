@@ -31,6 +31,11 @@ TINY_PLAN = compile_text(TINY)
 PIPELINE_PLAN = compile_text(PIPELINE)
 MOE_PLAN = compile_text(MOE)
 TIED_PLAN = compile_text(TINY.replace("flavor: debug", "flavor: debug, overrides: {tied: true}"))
+FIRST, SPLIT, LAST = "0F0,0F1,0B0,0B1", "0F0,0F1,0I0,0W0,0I1,0W1", "1F0,1B0,1F1,1B1"
+ACTIONS_PLAN = compile_text(
+    TINY.replace("global_batch_size: 16", "global_batch_size: 4, local_batch_size: 2")
+    + f"parallelism: {{pipeline_parallel_degree: 2, pipeline_parallel_schedule_actions: ['{FIRST}', '{LAST}']}}\n"
+)
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -151,6 +156,24 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         "tp-partial-reshard",
     ),
     (
+        "partial reshard of experts",
+        MOE_PLAN,
+        lambda d: (d["mesh"].update(dp_shard=8), d["cluster"].update(gpus_per_node=8),
+                   d["batch"].update(local_batch_size=1, microbatch_size=1, accumulation_steps=1),
+                   d["fsdp"]["units"][1].update(reshard_after_forward=2)),
+        "cannot reshard experts to 2 of the 4 ranks",
+        "experts-partial-reshard",
+    ),
+    (
+        "partial reshard of parts of experts",
+        MOE_PLAN,
+        lambda d: (d["mesh"].update(dp_shard=16, ep=1), d["cluster"].update(gpus_per_node=16), d.update(sharding=[]),
+                   d["batch"].update(global_batch_size=16, local_batch_size=1, microbatch_size=1, accumulation_steps=1),
+                   d["fsdp"]["units"][1].update(reshard_after_forward=2)),
+        "cannot reshard experts to 2 of the 16 ranks",
+        "experts-partial-reshard",
+    ),
+    (
         "split backward with reshard",
         PIPELINE_PLAN,
         lambda d: (
@@ -235,6 +258,45 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
     ("actions without pp", TINY_PLAN, edit("pipeline.actions", ["F0"]), "a table of actions is given, but pp is 1", "pp-schedule"),
     ("actions of too few ranks", PIPELINE_PLAN, edit("pipeline.actions", ["0F0"]),
      "1 rows of actions for 4 pipeline ranks", "pp-actions"),
+    *(
+        (f"actions: {name}", ACTIONS_PLAN, edit("pipeline.actions", rows), fragment, "pp-actions")
+        for name, rows, fragment in (
+            ("backward twice", ["0F0,0F1,0B0,0B1,0B1", LAST], "0B1 is twice in row 0"),
+            ("backward twice everywhere", ["0F0,0F1,0B0,0B1,0B1", LAST + ",1B1"], "0B1 is twice in row 0"),
+            ("backward whole and split", ["0F0,0F1,0B0,0I0,0W0,0B1", LAST], "0I0 in row 0 repeats a backward"),
+            ("weights twice", ["0F0,0F1,0I0,0W0,0W0,0B1", LAST], "0W0 is twice in row 0"),
+            ("forward twice", ["0F0,0F0,0F1,0B0,0B1", LAST], "0F0 is twice in row 0"),
+            ("rows swapped", [LAST, FIRST], "1F0 is in row 0, but pipeline rank 0 does not hold stage 1"),
+            ("microbatch dropped", ["0F0,0B0", "1F0,1B0"], "row 0 lacks 0F1"),
+            ("backward dropped", ["0F0,0F1,0B0", LAST], "row 0 lacks 0B1 or 0I1"),
+            ("weights dropped", ["0F0,0F1,0I0,0W0,0I1", LAST], "row 0 lacks 0B1 or 0W1"),
+            ("weights before inputs", ["0F0,0F1,0W0,0I0,0B1", LAST], "0W0 in row 0 comes before 0I0"),
+            ("row dropped", [FIRST], "1 rows of actions for 2 pipeline ranks"),
+            ("row too many", [FIRST, LAST, ""], "3 rows of actions for 2 pipeline ranks"),
+            ("garbage", ["hello", LAST], "`hello` in row 0 is no action"),
+            ("empty", ["", ""], "row 0 lacks 0F0"),
+            ("no rows", [], "0 rows of actions for 2 pipeline ranks"),
+            ("transfers", [FIRST, "1RECV_F0," + LAST], "`1RECV_F0` in row 1 is no action"),
+            ("no such microbatch", [FIRST + ",0F7", LAST], "names microbatch 7, but there are 2"),
+            ("deadlock", ["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "wait for each other for ever"),
+        )
+    ),
+    (
+        "actions that split backward, reshard",
+        ACTIONS_PLAN,
+        lambda d: (d["pipeline"].update(actions=[SPLIT, LAST]), d["fsdp"]["units"][1].update(reshard_after_forward=True)),
+        "a table of actions with I and W with FSDP units that reshard",
+        "pp-split-backward-reshard",
+    ),
+    (
+        "actions that split backward, selective",
+        ACTIONS_PLAN,
+        lambda d: (d["pipeline"].update(actions=[SPLIT, LAST]),
+                   d["activation_checkpoint"].update(policies=encode(PIPELINE_PLAN)["activation_checkpoint"]["policies"]),
+                   d["layers"][1].update(checkpoint="selective_op")),
+        "a table of actions with I and W runs backward twice",
+        "pp-split-backward-selective",
+    ),
     ("emulated nothing", TINY_PLAN, edit("float8.emulate", True), "`emulate` is on, but `recipe` is null", None),
     ("recompute, not selective", TINY_PLAN, edit("activation_checkpoint.policies.0.recompute_every_second_matmul", True),
      "goes with mode selective only, but the mode is none", None),
@@ -290,6 +352,15 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         "float8-all-gather",
     ),
     (
+        "float8 all-gather resharded in part",
+        TINY_PLAN,
+        lambda d: (d["float8"].update(recipe="tensorwise", converted=["layers.*.feed_forward.w1"], emulate=True,
+                                      enable_fsdp_float8_all_gather=True),
+                   d["fsdp"]["units"][1].update(reshard_after_forward=2)),
+        "like that of `layers.0.feed_forward.w1`, cannot be resharded to 2 of 4 ranks",
+        "float8-all-gather",
+    ),
+    (
         "float8 all-gather without fsdp",
         TINY_PLAN,
         lambda d: (d["float8"].update(recipe="tensorwise", converted=["output"], emulate=True,
@@ -303,6 +374,14 @@ EDITS: list[tuple[str, Any, Edit, str, str | None]] = [
         TINY_PLAN,
         edit("optimizer.param_groups", [{"pattern": "nothing", "lr_scale": 1.0, "weight_decay": None}]),
         "matches no parameter",
+        "optimizer-groups",
+    ),
+    (
+        "pattern behind a wider one",
+        TINY_PLAN,
+        edit("optimizer.param_groups", [{"pattern": pattern, "lr_scale": 1.0, "weight_decay": None}
+                                        for pattern in ("attention", "^norm", "attention_norm|wq|^norm")]),
+        "`attention_norm|wq|^norm` has no effect: earlier patterns claim all",
         "optimizer-groups",
     ),
     (

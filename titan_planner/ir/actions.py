@@ -113,24 +113,37 @@ def _check_rows(order: Order) -> None:
         for action in row:
             kind, stage, microbatch, _ = action
             if stage >= stages or order.placement[stage] != rank:
-                raise _wrong(f"{action} is in row {rank}, but pipeline rank {rank} does not hold stage {stage}")
+                held = [s for s in range(stages) if order.placement[s] == rank]
+                raise _wrong(
+                    f"{action} is in row {rank}, but pipeline rank {rank} does not hold stage {stage}",
+                    f"row {rank} is for stage {' and '.join(map(str, held))}: put the action into the row of its rank",
+                )
             if microbatch >= count:
-                raise _wrong(f"{action} names microbatch {microbatch}, but there are {count}, counted from 0")
+                raise _wrong(
+                    f"{action} names microbatch {microbatch}, but there are {count}, counted from 0",
+                    f"use a microbatch from 0 to {count - 1}, or change the microbatch size",
+                )
             if (kind, stage, microbatch) in done:
-                raise _wrong(f"{action} is twice in row {rank}")
+                raise _wrong(f"{action} is twice in row {rank}", "remove one of the two")
             other = _INSTEAD.get(kind)
             if other is not None and (other, stage, microbatch) in done:
-                raise _wrong(f"{action} in row {rank} repeats a backward that is done")
+                raise _wrong(
+                    f"{action} in row {rank} repeats a backward that is done",
+                    f"keep {stage}B{microbatch} alone, or {stage}I{microbatch} and {stage}W{microbatch}",
+                )
             before = _BEFORE[kind]
             if before is not None and (before, stage, microbatch) not in done:
-                raise _wrong(f"{action} in row {rank} comes before {stage}{before}{microbatch}")
+                raise _wrong(
+                    f"{action} in row {rank} comes before {stage}{before}{microbatch}",
+                    f"put {stage}{before}{microbatch} before it",
+                )
             done.add((kind, stage, microbatch))
         for stage in (s for s in range(stages) if order.placement[s] == rank):
             for microbatch in range(count):
                 for kinds in (("F",), ("B", "I"), ("B", "W")):
                     if not any((kind, stage, microbatch) in done for kind in kinds):
                         names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
-                        raise _wrong(f"row {rank} lacks {names}")
+                        raise _wrong(f"row {rank} lacks {names}", "every stage does every microbatch once: add it")
 
 
 def needed(action: Action, stages: int) -> tuple[str, int, int] | None:
@@ -173,5 +186,8 @@ def topological(order: Order) -> tuple[tuple[int, int], ...]:
             at[rank] = position
         if len(found) == before:
             stuck = next(row[at[rank]] for rank, row in enumerate(order.ranks) if at[rank] < len(row))
-            raise _wrong(f"the ranks wait for each other for ever: {stuck} never gets what it needs")
+            raise _wrong(
+                f"the ranks wait for each other for ever: {stuck} never gets what it needs",
+                "put it behind the forward of the stage before it, or the backward of the stage after it, in every row",
+            )
     return tuple(found)

@@ -16,6 +16,7 @@ from titan_planner.ir.errors import InvariantError
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import (
     expert_modules,
+    fsdp_dim,
     is_router,
     linear_modules,
     module_names,
@@ -24,7 +25,7 @@ from titan_planner.ir.inventory import (
     top_level_modules,
 )
 from titan_planner.ir.model import Gqa, Mlp, Model, Moe, SwiGlu
-from titan_planner.ir.parallel import MULTI_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
+from titan_planner.ir.parallel import MULTI_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, FsdpUnit
 from titan_planner.ir.plan import Plan
 
 
@@ -653,7 +654,7 @@ def _units(plan: Plan) -> Iterator[Violation]:
             yield Violation(
                 f"fsdp.units[{index}].reshard_after_forward",
                 f"resharding to {reshard} ranks does not divide the {ranks} ranks that shard",
-                f"use one of {_legal(divisors(ranks))}",
+                f"use always, never or one of {_legal(divisors(ranks)[1:])}" if ranks > 1 else "use always or never",
             )
 
 
@@ -700,6 +701,43 @@ def _partial_reshard(plan: Plan) -> Iterator[Violation]:
                 "set reshard_after_forward to always or never, or tp to 1",
             )
             return
+
+
+@_rule(
+    "experts-partial-reshard",
+    "FSDP units of experts reshard to all ranks with the same experts, or not at all, unless whole experts are shared out.",
+)
+def _partial_expert_reshard(plan: Plan) -> Iterator[Violation]:
+    # With ep or tp they are sharded over ranks of their own, as DTensors, which torch 2.13 reshards to all of them only; and
+    # of weights that are cut inside of experts, along dim 1, it cannot gather what is left after a partial reshard.
+    own = plan.mesh.ep * plan.mesh.tp > 1
+    experts = {p.module for p in parameters(plan.model) if p.is_expert and (own or fsdp_dim(p, plan.mesh) > 0)}
+    ranks = plan.mesh.efsdp
+    for index, unit in enumerate(plan.fsdp.units):
+        reshard = unit.reshard_after_forward
+        if isinstance(reshard, bool) or reshard == ranks or not experts & _below(plan, unit):
+            continue
+        yield Violation(
+            f"fsdp.units[{index}].reshard_after_forward",
+            f"torch cannot reshard experts to {reshard} of the {ranks} ranks that shard the same ones",
+            "set reshard_after_forward to always or never"
+            + (f", or to {ranks}" if ranks > 1 and plan.mesh.tp == 1 else ""),
+        )
+        return
+
+
+def _below(plan: Plan, unit: FsdpUnit) -> frozenset[str]:
+    """Modules that have a parameter and lie in the unit, as far as no unit inside of it has them."""
+    names = module_names(plan.model)
+    all_units = {name for each in plan.fsdp.units for selector in each.modules for name in select(selector, names)}
+    mine = {name for selector in unit.modules for name in select(selector, names)}
+    found = set()
+    for module in dict.fromkeys(parameter.module for parameter in parameters(plan.model)):
+        parts = module.split(".")
+        around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        if next((name for name in around if name in all_units), None) in mine:
+            found.add(module)
+    return frozenset(found)
 
 
 # ------------------------------------------------------------------ execution
@@ -935,6 +973,20 @@ def _float8_all_gather(plan: Plan) -> Iterator[Violation]:
         )
         return
     linears = linear_modules(plan.model)
+    converted = {fqn for selector in plan.float8.converted for fqn in select(selector, linears)}
+    for index, unit in enumerate(plan.fsdp.units):
+        reshard = unit.reshard_after_forward
+        if isinstance(reshard, bool) or reshard == plan.mesh.fsdp:
+            continue
+        # What remains after forward is a piece of what was gathered, which torchao 0.18 does not send again.
+        if sent := sorted(converted & _below(plan, unit)):
+            yield Violation(
+                f"fsdp.units[{index}].reshard_after_forward",
+                f"weights gathered in Float8, like that of `{sent[0]}`, cannot be resharded to {reshard} of "
+                f"{plan.mesh.fsdp} ranks",
+                "set reshard_after_forward to always or never, or turn the Float8 all-gather off",
+            )
+            return
     for index, selector in enumerate(plan.float8.converted):
         for fqn in select(selector, linears):
             obstacle = float8_all_gather_obstacle(plan, fqn, linears[fqn][0])
@@ -958,11 +1010,14 @@ def _chunks(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("optimizer-groups", "Optimizer patterns are regular expressions that match at least one parameter.")
+@_rule(
+    "optimizer-groups", "Optimizer patterns are regular expressions, of which each claims a parameter before the next."
+)
 def _groups(plan: Plan) -> Iterator[Violation]:
     if not plan.optimizer.param_groups:
         return
     names = [parameter.fqn for parameter in parameters(plan.model)]
+    unclaimed = names
     for index, group in enumerate(plan.optimizer.param_groups):
         at = f"optimizer.param_groups[{index}].pattern"
         try:
@@ -970,10 +1025,19 @@ def _groups(plan: Plan) -> Iterator[Violation]:
         except re.error as error:
             yield Violation(at, f"`{group.pattern}` is not a regular expression: {error}", "escape special characters")
             continue
-        if not any(pattern.search(name) for name in names):
+        matched = [name for name in names if pattern.search(name)]
+        if not matched:
             yield Violation(
                 at, f"`{group.pattern}` matches no parameter", "names look like `layers.0.attention_norm.weight`"
             )
+        elif not any(pattern.search(name) for name in unclaimed):
+            yield Violation(
+                at,
+                f"`{group.pattern}` has no effect: earlier patterns claim all {len(matched)} parameters that it matches, "
+                f"e.g. `{matched[0]}`",
+                "put it before them, or remove it",
+            )
+        unclaimed = [name for name in unclaimed if not pattern.search(name)]
 
 
 _BF16_ROUNDING = 2.0**-8

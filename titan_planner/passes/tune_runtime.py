@@ -19,13 +19,16 @@ def tune_runtime(plan: Plan, ctx: Context) -> Plan:
 
 
 def _compile(plan: Plan, ctx: Context) -> Plan:
-    asked = plan.request.compile.enable
-    on = plan.cluster.gpu.device == "cuda" if asked == "auto" else asked
-    if asked == "auto" and not on:
-        ctx.missed("compile", "compiling takes minutes on a CPU, longer than it saves in a short run")
-    elif asked == "auto":
+    if plan.request.compile.enable != "auto":
+        return plan
+    if plan.compile.enable:
+        ctx.applied("compile", "compiled block by block: only the compiler can keep the pinned memory budget")
+    elif plan.cluster.gpu.device == "cuda":
         ctx.applied("compile", "compiled block by block: fused memory-bound ops")
-    return replace(plan, compile=replace(plan.compile, enable=on))
+    else:
+        ctx.missed("compile", "compiling takes minutes on a CPU, longer than it saves in a short run")
+        return plan
+    return replace(plan, compile=replace(plan.compile, enable=True))
 
 
 def _async_tp(plan: Plan, ctx: Context) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 import torch
@@ -16,11 +17,11 @@ from titan_runtime.apply.context import apply_context
 from titan_runtime.apply.ddp import apply_ddp
 from titan_runtime.apply.experts import apply_experts
 from titan_runtime.apply.float8 import apply_float8
-from titan_runtime.apply.fsdp import DTYPES, apply_fsdp
+from titan_runtime.apply.fsdp import DTYPES, apply_fsdp, partial_sizes
 from titan_runtime.apply.pipeline import Pipeline, build_stage, stages_of
 from titan_runtime.apply.tensor import apply_tensor
 from titan_runtime.init import initialise
-from titan_runtime.mesh import build_expert_mesh, data_mesh, expert_data_mesh
+from titan_runtime.mesh import build_expert_mesh, data_mesh, expert_data_mesh, partial_mesh
 from titan_runtime.modules import Transformer, build
 
 __all__ = ["build_model"]
@@ -32,16 +33,25 @@ def build_model(plan: Plan, world: DeviceMesh, device: torch.device) -> Transfor
     # Everything is on the meta device: a model that fits no single rank must never exist in one piece.
     apart = bool(mixtures(plan.model)) and plan.mesh.ep * plan.mesh.tp > 1
     experts = build_expert_mesh(plan.mesh, device.type) if apart else None
+    partial = {ranks: partial_mesh(world, plan.mesh, ranks) for ranks in partial_sizes(plan)}
     if plan.mesh.pp == 1:
         module = build(plan.model, seq_len=plan.batch.seq_len, dtype=DTYPES[plan.dtype])
-        return _finish(module, plan, world, experts, device)
+        return _finish(module, plan, world, experts, partial, device)
     indices = stages_of(plan, world.get_local_rank("pp"))
-    parts = [_finish(build_stage(plan, index, DTYPES[plan.dtype]), plan, world, experts, device) for index in indices]
+    parts = [
+        _finish(build_stage(plan, index, DTYPES[plan.dtype]), plan, world, experts, partial, device)
+        for index in indices
+    ]
     return Pipeline(plan, world, parts, device)
 
 
 def _finish(
-    module: Transformer, plan: Plan, world: DeviceMesh, experts: DeviceMesh | None, device: torch.device
+    module: Transformer,
+    plan: Plan,
+    world: DeviceMesh,
+    experts: DeviceMesh | None,
+    partial: Mapping[int, DeviceMesh],
+    device: torch.device,
 ) -> Transformer:
     """One stage (or the whole model): transformed, allocated and filled."""
     # Float8 before all else: it exchanges linears, and what follows wraps, cuts and compiles the ones that will compute.
@@ -73,6 +83,7 @@ def _finish(
                 plan,
                 data_mesh(world, plan.mesh),
                 experts=None if experts is None else expert_data_mesh(experts, plan.mesh),
+                partial=partial,
             )
         case "ddp":
             apply_ddp(module, plan, world["dp_replicate"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -23,12 +24,19 @@ from titan_runtime.errors import RunError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
+def apply_fsdp(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    experts: DeviceMesh | None = None,
+    partial: Mapping[int, DeviceMesh] = MappingProxyType({}),
+) -> None:
     """Shard `module` in place over `mesh` (1-D, or 2-D for HSDP) in the plan's units; what is in none is the root's.
 
     Gradients come out as plain sums over ranks and accumulation steps: the loss is already divided by the number of
     valid tokens of the whole step. With expert parallelism experts are sharded over `experts`, the ranks that hold the
-    same ones. Their gradients are whole sums too: each expert has seen the tokens of all ep ranks.
+    same ones. Their gradients are whole sums too: each expert has seen the tokens of all ep ranks. `partial` has the mesh
+    of every number of ranks that units reshard to, other than all; see `partial_sizes`.
     """
     fsdp = plan.fsdp
     precision = MixedPrecisionPolicy(
@@ -52,20 +60,46 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, experts: DeviceM
     handles: dict[str, FSDPModule] = {}
     for members, unit in units:
         modules = [module.get_submodule(fqn) for fqn in members]
+        reshard_after = unit.reshard_after_forward
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
             mp_policy=precision,
-            reshard_after_forward=unit.reshard_after_forward,
+            reshard_after_forward=reshard_after is not False,
             offload_policy=offload,
             shard_placement_fn=placement,
         )
         handles[members[0]] = cast(FSDPModule, modules[0])
+        if reshard_after in partial:
+            _reshard_to(handles[members[0]], partial[reshard_after], among=mesh)
     # The root's own parameters are needed again as soon as backward starts; torch keeps them gathered by default.
     fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, shard_placement_fn=placement)
     sum_gradients(module)
     # In the order in which they run, not the one in which they were wrapped.
     _prefetch([handles[fqn] for fqn in module_names(plan.model) if fqn in handles], fsdp)
+
+
+def partial_sizes(plan: Plan) -> tuple[int, ...]:
+    """The numbers of ranks, fewer than all that shard, to which units of `plan` reshard; ascending."""
+    asked = {unit.reshard_after_forward for unit in plan.fsdp.units}
+    return tuple(sorted(n for n in asked if not isinstance(n, bool) and n != plan.mesh.fsdp))
+
+
+def _reshard_to(unit: FSDPModule, mesh: DeviceMesh, among: DeviceMesh) -> None:
+    """Let `unit` keep the weights that it shards over `among` sharded over the inner dim of `mesh` after forward.
+
+    What `fully_shard` does with a number, but for the mesh, which it would make anew for every unit. Experts with ranks of
+    their own reshard to all of those (rule experts-partial-reshard).
+    """
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        if group.mesh_info.mesh != among:
+            continue
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            whole = torch.empty(parameter._orig_size, device="meta")
+            parameter._init_sharded_post_forward_param_metadata(whole)
 
 
 def _placements(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -96,15 +97,37 @@ class _HoldingAPart(nn.Module):
 
     mesh: DeviceMesh
     sum_gradient: Ranks | None
+    held: Tensor | None = None
+    """The part, while `taken_weights` has taken it; else it is taken anew for every use."""
 
     @property
     def weight(self) -> Tensor:
+        if self.held is not None:
+            return self.held
         parameter = self._parameters["weight"]
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh != self.mesh:
             return parameter  # data parallelism has it, cut further: nothing is computed with it now
         part = parameter.to_local()
         return part if self.sum_gradient is None else SumGradient.apply(part, self.sum_gradient)
+
+
+def holds_parts(module: nn.Module) -> bool:
+    """Whether anything in `module` computes with a part of its weight."""
+    return any(isinstance(part, _HoldingAPart) for part in module.modules())
+
+
+@contextmanager
+def taken_weights(module: nn.Module) -> Iterator[None]:
+    """Take the parts of all weights in `module` now, so that what runs within meets no DTensor."""
+    holding = [part for part in module.modules() if isinstance(part, _HoldingAPart)]
+    for part in holding:
+        part.__dict__["held"] = part.weight
+    try:
+        yield
+    finally:
+        for part in holding:
+            del part.__dict__["held"]
 
 
 class _PartOfEmbedding(_HoldingAPart):
