@@ -189,12 +189,16 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 def _say(error: Exception, store: dist.Store | None, rank: int, world_size: int) -> None:
     """Print a user's error once: by the first rank when all have it, else by the first rank to come here."""
+    from titan_runtime.watch import claim, wait_until_said
+
     if isinstance(error, RunError) and error.agreed:
         if rank == 0:
             print(f"titan: {error}", file=sys.stderr, flush=True)
+            if store is not None:
+                claim(store)
+        elif store is not None:
+            wait_until_said(store)
         return
-    from titan_runtime.watch import claim
-
     if store is None or claim(store):
         where = f"rank {rank}: " if world_size > 1 else ""
         print(f"titan: {where}{error}", file=sys.stderr, flush=True)

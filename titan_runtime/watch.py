@@ -43,6 +43,17 @@ def said(store: dist.Store) -> bool:
         return False
 
 
+def wait_until_said(store: dist.Store) -> None:
+    """Return when some rank has said what is wrong, or cannot be expected to.
+
+    A launcher ends all ranks as soon as one has ended, the one that is about to speak too.
+    """
+    try:
+        store.wait([_SAID], timedelta(seconds=_SPARE_SECONDS))
+    except RuntimeError:
+        return  # it is gone, or the store with it
+
+
 def connect_again(store: dist.Store, timeout: timedelta) -> dist.Store | None:
     """A connection of one's own to the same store, None for one that is not on a network.
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import Rank, RanksFailed, run_ranks
-from titan_runtime.watch import Watch, claim, connect_again, said
+from titan_runtime.watch import Watch, claim, connect_again, said, wait_until_said
 
 SECONDS = 2.0  # a roll call takes three eighths of it
 
@@ -73,6 +73,13 @@ def test_one_that_comes_later_says_nothing_when_it_has_been_said(store: dist.TCP
     assert not claim(store)
     assert said(store)
     assert watches[1].who_is_missing() is None
+
+
+def test_waiting_for_a_word_ends_with_it(store: dist.TCPStore) -> None:
+    speaker = threading.Timer(0.2, claim, [connect_again(store, timedelta(seconds=20))])
+    speaker.start()
+    wait_until_said(store)
+    assert said(store)
 
 
 def test_a_store_in_memory_has_no_second_connection() -> None:
