@@ -45,7 +45,7 @@ class Outcome:
     lacking: str | None = None
 
 
-def run_suite(rows: Iterable[Row], gpu: str = "cpu", a_launch: int = 1000) -> dict[str, Outcome]:
+def run_suite(rows: Iterable[Row], gpu: str = "cpu", a_launch: int = 25) -> dict[str, Outcome]:
     """Row name -> its outcome on `gpu` of the catalogue. One launch of ranks for up to `a_launch` rows of a world size.
 
     Also runs the rows that the given ones must equal to the bit.
@@ -77,7 +77,7 @@ def run_suite(rows: Iterable[Row], gpu: str = "cpu", a_launch: int = 1000) -> di
 def _launch(ranks: int, plans: list) -> list[list[Curve] | Lacking | str]:
     """Of every plan the curves of all ranks, or what it lacks, or how it failed."""
     try:
-        by_rank = run_ranks(run_rows, ranks, plans, timeout=600, process_group=False)
+        by_rank = run_ranks(run_rows, ranks, plans, timeout=180 + 30 * len(plans), process_group=False)
     except RanksFailed as failure:
         if len(plans) == 1:
             return [str(failure)]
