@@ -134,8 +134,9 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
             param_dtype=param_dtype,
             reduce_dtype=training.mixed_precision_reduce,
             defer_gradient_sync=pins.defer_gradient_sync is True,
-            prefetch_forward=0,
-            prefetch_backward=0,
+            # Left to itself, torch gathers the next unit while one computes.
+            prefetch_forward=0 if pins.fsdp_prefetch_forward == "auto" else pins.fsdp_prefetch_forward,
+            prefetch_backward=0 if pins.fsdp_prefetch_backward == "auto" else pins.fsdp_prefetch_backward,
             cpu_offload=training.enable_cpu_offload,
         ),
         tensor_parallel=layout.tensor_parallel,

@@ -27,6 +27,8 @@ from titan_runtime.torchrun import torchrun_advice
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from titan_runtime.watch import Watch
+
 NEEDS_TORCH = "titan_runtime needs PyTorch, which is not installed\n    try: pip install 'titan-planner[runtime]'"
 
 _PREFLIGHT_SECONDS = 300
@@ -66,25 +68,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"titan: {NEEDS_TORCH}", file=sys.stderr)
         return 1
     seconds = _PREFLIGHT_SECONDS if plan is None else plan.job.comm.init_timeout_seconds
+    from titan_runtime.watch import Watch, connect_again, said
+
     store: dist.Store | None = None
+    watch: Watch | None = None
     try:
         store = _store(rank, world_size, timedelta(seconds=seconds))
-        return _run(arguments, written, plan, problem, store, rank, world_size, local_rank)
+        own = connect_again(store, timedelta(seconds=seconds)) if world_size > 1 else None
+        watch = None if own is None else Watch(own, rank, world_size, seconds)
+        code = _run(arguments, written, plan, problem, store, watch, rank, world_size, local_rank)
+        if watch is not None:
+            watch.end("done")
+        return code
     except user_errors() as error:
         _say(error, store, rank, world_size)
+        if watch is not None:
+            watch.end("error")
         if isinstance(error, RunError) and error.agreed:
             _stop()
         # Else other ranks may be inside a collective that never ends; to leave the group would be to wait for them.
         return 1
     except LostConnection as error:
-        # Not claimed as the one thing said: the rank that ended first may still be about to say why.
-        if store is None or not _said(store):
-            print(f"titan: rank {rank} {error}", file=sys.stderr, flush=True)
+        _say_lost(error, store, watch, rank)
         return 1
-    except Exception:
+    except Exception:  # a bug: it goes on, with its traceback, unless it is another rank's
         # When another rank has said what is wrong, its end is why this rank's collectives break: no second story.
-        if store is not None and _said(store):
+        if store is not None and said(store):
             return 1
+        if watch is not None:
+            watch.end("error")
         raise
 
 
@@ -94,6 +106,7 @@ def _run(
     plan: Plan | None,
     problem: str | None,
     store: dist.Store,
+    watch: Watch | None,
     rank: int,
     world_size: int,
     local_rank: int,
@@ -111,11 +124,21 @@ def _run(
         seconds = plan.job.comm.init_timeout_seconds
     agree(report, store, rank, world_size, timedelta(seconds=seconds))
     assert plan is not None  # a rank without a plan has a problem, and then `agree` raises
+    if watch is not None:
+        watch.start()
 
     from titan_runtime.train import train
 
     with naming_lost_connections(lambda: "before or after training"):
-        code = train(plan, rank, world_size, store, written_plan=written, accept_changes=arguments.accept_changes)
+        code = train(
+            plan,
+            rank,
+            world_size,
+            store,
+            written_plan=written,
+            accept_changes=arguments.accept_changes,
+            watch=watch,
+        )
     distributed.stop()
     return code
 
@@ -166,30 +189,32 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 def _say(error: Exception, store: dist.Store | None, rank: int, world_size: int) -> None:
     """Print a user's error once: by the first rank when all have it, else by the first rank to come here."""
+    from titan_runtime.watch import claim, wait_until_said
+
     if isinstance(error, RunError) and error.agreed:
         if rank == 0:
             print(f"titan: {error}", file=sys.stderr, flush=True)
+            if store is not None:
+                claim(store)
+        elif store is not None:
+            wait_until_said(store)
         return
-    if store is None or _claim(store):
+    if store is None or claim(store):
         where = f"rank {rank}: " if world_size > 1 else ""
         print(f"titan: {where}{error}", file=sys.stderr, flush=True)
 
 
-_SAID = "titan/said"
+def _say_lost(error: LostConnection, store: dist.Store | None, watch: Watch | None, rank: int) -> None:
+    """Print which rank is missing, once; nothing when a rank has said before why it ended."""
+    from titan_runtime.watch import claim, said
 
-
-def _claim(store: dist.Store) -> bool:
-    try:
-        return store.add(_SAID, 1) == 1
-    except RuntimeError:
-        return True  # the store is gone with its host: say it rather than say nothing
-
-
-def _said(store: dist.Store) -> bool:
-    try:
-        return bool(store.check([_SAID]))
-    except RuntimeError:
-        return False
+    # The launcher, too, has seen that a rank is gone, and asks the others to end; this one does, once it knows which.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if store is not None and said(store):
+        return
+    missing = "another rank has ended" if watch is None else watch.who_is_missing()
+    if missing is not None and (store is None or claim(store)):
+        print(f"titan: rank {rank} {error}: {missing}", file=sys.stderr, flush=True)
 
 
 def _stop() -> None:

@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
+_OPS = torch.ops._c10d_functional
+wait = _OPS.wait_tensor
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -59,6 +62,23 @@ def reduce_scatter(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
 def all_reduce(x: Tensor, ranks: Ranks, operation: str = "sum") -> Tensor:
     """The sum (or `max`) over ranks, as a new tensor. Not differentiable."""
     return _arrived(functional.all_reduce(x.contiguous(), operation, ranks.name))
+
+
+def all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
+    """[size, ...]: part i goes to rank i, and part i of the result comes from rank i. Not differentiable."""
+    one_each = [1] * ranks.size
+    return wait(_OPS.all_to_all_single(parts.contiguous(), one_each, one_each, ranks.name))
+
+
+def start_shift(x: Tensor, ranks: Ranks) -> Tensor:
+    """Send `x` to the next rank of the ring and receive the one before's, while kernels run.
+
+    The result must be given to `wait` before it is read. Not differentiable.
+    """
+    rows = x.shape[0]
+    to = [rows if rank == (ranks.rank + 1) % ranks.size else 0 for rank in range(ranks.size)]
+    of = [rows if rank == (ranks.rank - 1) % ranks.size else 0 for rank in range(ranks.size)]
+    return _OPS.all_to_all_single(x.contiguous(), of, to, ranks.name)
 
 
 def _arrived(x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def reason(error: BaseException) -> str:
 
 
 class LostConnection(Exception):
-    """Another rank is gone: why is that rank's to say, and here there is nothing to mend."""
+    """Another rank is gone, or does not come: which one is for `watch.py` to find out."""
 
 
 _LOST = (
@@ -48,6 +48,13 @@ _LOST = (
     "connection refused",
     "remote process exited",
     "socket closed",
+    "communicator was aborted",
+)
+_WAITED = (
+    "timed out waiting",  # gloo: for a send, a receive, or anybody at all
+    "timeout caused pair closure",
+    "wait timeout after",  # a store
+    "collective operation timeout",
 )
 
 
@@ -59,10 +66,11 @@ def naming_lost_connections(during: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, RuntimeError) and any(words in str(cause).lower() for words in _LOST):
-                raise LostConnection(
-                    f"lost the connection to another rank {during()}; torchrun names the one that ended first"
-                ) from error
+            words = str(cause).lower() if isinstance(cause, RuntimeError) else ""
+            if any(known in words for known in _LOST):
+                raise LostConnection(f"lost the connection to another rank {during()}") from error
+            if any(known in words for known in _WAITED):
+                raise LostConnection(f"waited in vain for another rank {during()}") from error
             cause = cause.__cause__ or cause.__context__
         raise
 

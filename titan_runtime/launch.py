@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -50,12 +51,25 @@ def _torchrun(plan: Plan, path: str, options: Sequence[str], shutdown_seconds: i
     try:
         torchrun.run(torchrun.parse_args([*command, "-m", "titan_runtime", "--plan", path, *options]))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        # A rank that a signal killed has a negative code here; shells know it as 128 + the signal's number.
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        # It could not say so itself, and the others may have had no time to find out.
+        print(f"titan-run: {_killed(rank, -failure.exitcode)}", file=sys.stderr)
+        # Shells know a process that a signal ended by 128 + the signal's number.
+        return 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _killed(rank: int, number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        name = f"signal {number}"
+    advice = "look for the out-of-memory killer (dmesg)" if name == "SIGKILL" else "look at what it printed last"
+    return f"rank {rank} was ended by {name}, and with it the run\n    try: {advice}"
 
 
 def _refuse(sentence: str) -> int:

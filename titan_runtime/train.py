@@ -38,6 +38,7 @@ from titan_runtime.profiling import memory_snapshots, profiler
 from titan_runtime.signals import StopRequest, agree_on_flags
 from titan_runtime.step import batch_loss, train_step
 from titan_runtime.validation import Validator
+from titan_runtime.watch import Watch
 
 _GC_STEPS = 50
 
@@ -50,11 +51,13 @@ def train(
     *,
     written_plan: Plan | None = None,
     accept_changes: bool = False,
+    watch: Watch | None = None,
 ) -> int:
     """Run `plan` as rank `rank` until its last step. Returns 0, or 128 + the signal's number when one asked to stop.
 
     The preflight checks have passed, so the plan can be run here. `written_plan` is the plan as its file has it, before
-    the command line changed paths. Raises RunError, on all ranks or (not `agreed`) on this one alone.
+    the command line changed paths; `watch` is told how long collectives wait. Raises RunError, on all ranks
+    or (not `agreed`) on this one alone.
     """
     console = Console(rank)
     comm = plan.job.comm
@@ -147,15 +150,15 @@ def train(
                     speed.append(step, {"plan": named, **asdict(measured)})
             if step == began_at + 1:
                 # The first step holds compilation, the allocator's warm-up and lazy connections; later ones do not.
-                distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
+                _set_timeout(comm.train_timeout_seconds, watch)
 
             if validator is not None and validator.due(step):
                 if validator.runs == 0:
                     # It compiles and connects like a first step.
-                    distributed.set_timeout(timedelta(seconds=comm.init_timeout_seconds))
+                    _set_timeout(comm.init_timeout_seconds, watch)
                 validation = validator.run(module, measure, device, group)
                 if validator.runs == 1:
-                    distributed.set_timeout(timedelta(seconds=comm.train_timeout_seconds))
+                    _set_timeout(comm.train_timeout_seconds, watch)
                 meter.skip(validation.seconds)
                 console.validation(step, steps, validation.loss, validation.tokens, validation.seconds)
                 more = {**more, "validation_loss": validation.loss}
@@ -188,6 +191,13 @@ def train(
         return 128 + signal
     say_done(console, plan, progress.step, result.loss if result else None)
     return 0
+
+
+def _set_timeout(seconds: int, watch: Watch | None) -> None:
+    """Let collectives wait that long from now on, and a silent rank be missed after as long. Collective."""
+    distributed.set_timeout(timedelta(seconds=seconds))
+    if watch is not None:
+        watch.allow(seconds)
 
 
 def _release(lock: FolderLock | None) -> None:

@@ -5,7 +5,7 @@ Every plan comes from `titan-plan compile` of a spec with the pins below; all tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES
@@ -19,8 +19,16 @@ SPEC: dict[str, Any] = {
         "overrides": {"dim": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 128},
     },
     "cluster": {"gpu": "cpu", "nodes": 1},
-    # Norms lie between 0.5 and 2, so every step clips.
-    "training": {"steps": 10, "seq_len": 32, "global_batch_size": 8, "max_norm": 0.3, "seed": 11},
+    # Norms lie between 0.5 and 2, so every step clips. Precision and compilation are what a CPU gets anyway, said for GPUs.
+    "training": {
+        "steps": 10,
+        "seq_len": 32,
+        "global_batch_size": 8,
+        "max_norm": 0.3,
+        "seed": 11,
+        "mixed_precision_param": "float32",
+    },
+    "compile": {"enable": False},
     "optimizer": {"name": "AdamW", "lr": 3e-3},
     "lr_scheduler": {"warmup_steps": 3, "decay_ratio": 0.3},
     "data": {"source": "text", "path": "data/sample", "tokenizer": "data/tokenizer.json"},
@@ -46,6 +54,8 @@ class Row:
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     masked: bool = False
     """Ignore labels unevenly over samples, so that ranks have different numbers of valid tokens."""
+    same_bits_as: str | None = None
+    """A row whose numbers this one must have to the last bit."""
 
     @property
     def ranks(self) -> int:
@@ -55,10 +65,22 @@ class Row:
             product *= degree
         return product
 
-    def spec(self) -> dict[str, Any]:
-        """The spec to compile."""
+    def over(self, what: str, **sections: dict[str, Any]) -> Row:
+        """This row with more fields of some sections, under a name that says `what`."""
+        laid = {name: {**self.sections.get(name, {}), **section} for name, section in sections.items()}
+        parallelism = {**self.parallelism, **laid.pop("parallelism", {})}
+        return replace(
+            self,
+            name=f"{self.name}, {what}",
+            parallelism=parallelism,
+            sections={**self.sections, **laid},
+            same_bits_as=None,
+        )
+
+    def spec(self, gpu: str = "cpu") -> dict[str, Any]:
+        """The spec to compile, for one node of GPUs (or CPU ranks) of the catalogue."""
         spec = {name: dict(value) if isinstance(value, dict) else value for name, value in SPEC.items()}
-        spec["cluster"] = {**spec["cluster"], "gpus_per_node": self.ranks}
+        spec["cluster"] = {**spec["cluster"], "gpu": gpu, "gpus_per_node": self.ranks}
         pins = {DEGREES[axis]: self.degrees.get(axis, 1) for axis in DEGREES}
         spec["parallelism"] = {**pins, **self.parallelism}
         for name, section in self.sections.items():
@@ -103,9 +125,9 @@ MLP: dict[str, Any] = {"family": "debug_mlp", "flavor": "debugmodel", "overrides
 RELU2: dict[str, Any] = {**MLP, "flavor": "relu2"}
 
 
-def experts(name: str, degrees: dict[str, int], ep: int = 1, **sections: Any) -> Row:
+def experts(name: str, degrees: dict[str, int], ep: int = 1, same_bits_as: str | None = None, **sections: Any) -> Row:
     """A model with experts, `ep` ranks sharing them."""
-    return Row(name, degrees, {"expert_parallel_degree": ep}, {"model": MOE, **sections})
+    return Row(name, degrees, {"expert_parallel_degree": ep}, {"model": MOE, **sections}, same_bits_as=same_bits_as)
 
 
 COMPILED: dict[str, Any] = {"compile": {"enable": True, "backend": "aot_eager"}}
@@ -160,7 +182,8 @@ ROWS: tuple[Row, ...] = (
     Row("tp 2, no loss parallel", {"tp": 2}, {"disable_loss_parallel": True}),
     Row("tp 2, ignored labels unequal", {"tp": 2}, masked=True),
     Row("tp 2, tied weights", {"tp": 2}, sections={"model": TIED}),
-    Row("tp 2, checkpointing selective", {"tp": 2}, sections={"activation_checkpoint": {"mode": "selective"}}),
+    Row("tp 2, checkpointing selective", {"tp": 2}, sections={"activation_checkpoint": {"mode": "selective"}},
+        same_bits_as="tp 2"),
     Row("tp 2 x dp 2", {"tp": 2, "dp_shard": 2}),
     Row("tp 2 x dp 2, accumulation 4", {"tp": 2, "dp_shard": 2}, sections={"training": {"local_batch_size": 1}}),
     Row("tp 2 x hsdp 2x2", {"tp": 2, "dp_shard": 2, "dp_replicate": 2}),
@@ -212,8 +235,13 @@ ROWS: tuple[Row, ...] = (
     experts("experts, hsdp 2x2 with ep 2", {"dp_replicate": 2, "dp_shard": 2}, 2),
     experts("experts, cp 2 x dp 2 with ep 2", {"cp": 2, "dp_shard": 2}, 2),
     experts("experts, cp 2 with ep 2", {"cp": 2}, 2),
-    experts("experts, ep 2, checkpointing full", {"dp_shard": 2}, 2, activation_checkpoint={"mode": "full"}),
+    experts("experts, ep 2, checkpointing full", {"dp_shard": 2}, 2, same_bits_as="experts, ep 2",
+            activation_checkpoint={"mode": "full"}),
+    experts("experts, ep 2, checkpointing selective", {"dp_shard": 2}, 2, same_bits_as="experts, ep 2",
+            activation_checkpoint={"mode": "selective"}),
     experts("experts, ep 2, accumulation 4", {"dp_shard": 2}, 2, training={"local_batch_size": 1}),
+    experts("experts in groups, softmax on inputs, ep 2", {"dp_shard": 2}, 2, model={**MOE, "overrides": {"moe": {
+        "num_groups": 4, "num_limited_groups": 2, "score_function": "softmax", "score_before_experts": True}}}),
     experts("experts, tp 2", {"tp": 2}),
     experts("experts, tp 2 with ep 2", {"tp": 2}, 2),
     experts("experts, tp 2 x dp 2 with ep 2", {"tp": 2, "dp_shard": 2}, 2),
@@ -226,13 +254,16 @@ ROWS: tuple[Row, ...] = (
              parallelism={"expert_parallel_degree": 2}, sections={"model": MOE}),
     pipeline("experts, a stage without any", 2, "1F1B", sections={"model": MOE}, parallelism={
         "module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["layers.1-5", "norm", "output"]]}),
-    pipeline("pp 2, checkpointing full", 2, "1F1B", sections={"activation_checkpoint": {"mode": "full"}}),
-    pipeline("pp 2, checkpointing selective", 2, "1F1B", sections={"activation_checkpoint": {"mode": "selective"}}),
+    pipeline("pp 2, checkpointing full", 2, "1F1B", sections={"activation_checkpoint": {"mode": "full"}},
+             same_bits_as="pp 2 1F1B"),
+    pipeline("pp 2, checkpointing selective", 2, "1F1B", sections={"activation_checkpoint": {"mode": "selective"}},
+             same_bits_as="pp 2 1F1B"),
     pipeline("pp 2 ZBVZeroBubble, checkpointing full", 2, "ZBVZeroBubble",
-             sections={"activation_checkpoint": {"mode": "full"}}),
-    Row("dp 2, every third block computed again", {"dp_shard": 2}, {}, recomputed("selective", selective_ac_option=3)),
+             sections={"activation_checkpoint": {"mode": "full"}}, same_bits_as="pp 2 ZBVZeroBubble"),
+    Row("dp 2, every third block computed again", {"dp_shard": 2}, {}, recomputed("selective", selective_ac_option=3),
+        same_bits_as="dp 2"),
     pipeline("pp 2 x tp 2, every second block computed again", 2, "1F1B", degrees={"tp": 2},
-             sections=recomputed("selective", selective_ac_option=2)),
+             sections=recomputed("selective", selective_ac_option=2), same_bits_as="pp 2 x tp 2"),
     Row("dp 2, a memory budget, compiled", {"dp_shard": 2}, {}, {
         **COMPILED, **recomputed("memory_budget", memory_budget=0.3)}),
     Row("tp 2, a memory budget, compiled", {"tp": 2}, {}, {**COMPILED, **recomputed("memory_budget", memory_budget=0.0)}),

@@ -21,10 +21,13 @@ from titan_planner.compiler import compile_spec
 from titan_planner.ir.inventory import parameters
 from titan_planner.ir.plan import Plan
 from titan_planner.spec import load_spec
+from titan_runtime import distributed
 from titan_runtime.apply import build_model
 from titan_runtime.apply.compile import compiled_loss
 from titan_runtime.apply.context import shard_sequences
+from titan_runtime.apply.float8 import float8_problems
 from titan_runtime.data import DataLoader, open_stream
+from titan_runtime.distributed import rank_device
 from titan_runtime.init import initialise
 from titan_runtime.loss import loss_function
 from titan_runtime.lr_schedule import lr_factor
@@ -33,6 +36,7 @@ from titan_runtime.modules import build
 from titan_runtime.modules.moe import MixtureOfExperts
 from titan_runtime.optimizer import build_optimizer
 from titan_runtime.step import train_step
+from titan_runtime.train import _seed as seed_everything
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10
@@ -40,18 +44,29 @@ STEPS = 10
 
 @dataclass
 class Curve:
-    """Losses and gradient norms of every step, and the final weights (whole, by FQN) that this rank knows."""
+    """Losses and gradient norms of every step, and the final weights (whole, by FQN) that this rank knows.
+
+    `biases` are the experts', which no optimizer moves.
+    """
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
+    biases: dict[str, Tensor]
 
 
-def compile_row(row: Row) -> Plan:
+@dataclass
+class Lacking:
+    """Why this device cannot run a plan at all: it has no Float8, say."""
+
+    reason: str
+
+
+def compile_row(row: Row, gpu: str = "cpu") -> Plan:
     """The row's plan, as `titan-plan compile` makes it, with data paths that work from any folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.yaml"
-        path.write_text(yaml.safe_dump(row.spec()))
+        path.write_text(yaml.safe_dump(row.spec(gpu)))
         plan = compile_spec(load_spec(path))
     data = replace(plan.data, path=str(ROOT / "data/sample"), tokenizer=str(ROOT / "data/tokenizer.json"))
     return replace(plan, data=data)
@@ -79,9 +94,14 @@ def _masked(labels: Tensor, first_sample: int) -> Tensor:
     return labels
 
 
-def reference(plan: Plan, masked: bool) -> Curve:
+def references(rank: Rank, wanted: list[tuple[Plan, bool]]) -> list[Curve]:
+    """The curves of `reference` for several plans, on this one rank's device."""
+    return [reference(plan, masked, rank_device(plan.cluster.gpu)) for plan, masked in wanted]
+
+
+def reference(plan: Plan, masked: bool, device: torch.device) -> Curve:
     """One process, one forward a step, no FSDP, torch's own AdamW, clipping by hand."""
-    module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
+    module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device=device)
     initialise(module, plan.model, plan.seeds.seed)
     values = plan.optimizer
     undecayed = [p for fqn, p in module.named_parameters() if _no_decay(plan, fqn)]
@@ -93,10 +113,11 @@ def reference(plan: Plan, masked: bool) -> Curve:
         eps=values.eps,
         weight_decay=values.weight_decay,
     )
-    curve = Curve([], [], {})
+    curve = Curve([], [], {}, {})
     whole = plan.batch.global_batch_size
     for step, [(tokens, labels)] in zip(range(STEPS), _loader(plan, 0, 1, whole), strict=False):
         labels = _masked(labels, 0) if masked else labels
+        tokens, labels = tokens.to(device), labels.to(device)
         loss = cross_entropy(module(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
         loss.backward()
         norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in module.parameters() if p.grad is not None))
@@ -110,8 +131,13 @@ def reference(plan: Plan, masked: bool) -> Curve:
         _balance_experts(module)
         curve.losses.append(loss.item())
         curve.norms.append(norm)
-    curve.weights = {fqn: parameter.detach() for fqn, parameter in module.named_parameters()}
+    curve.weights = {fqn: parameter.detach().cpu() for fqn, parameter in module.named_parameters()}
+    curve.biases = _biases(module)
     return curve
+
+
+def _biases(module: nn.Module) -> dict[str, Tensor]:
+    return {fqn: buffer.cpu() for fqn, buffer in module.named_buffers() if fqn.endswith("expert_bias")}
 
 
 def _no_decay(plan: Plan, fqn: str) -> bool:
@@ -130,16 +156,23 @@ def _balance_experts(module: nn.Module) -> None:
             part.tokens_per_expert.zero_()
 
 
-def run_rows(rank: Rank, plans: list[tuple[Plan, bool]]) -> list[Curve | str]:
-    """Several plans of one world size one after the other, on this rank. A plan's error is its result."""
+def run_rows(rank: Rank, plans: list[tuple[Plan, bool]]) -> list[Curve | Lacking]:
+    """Several plans of one world size one after the other, on this rank, which has no process group yet."""
+    gpu, comm = plans[0][0].cluster.gpu, plans[0][0].job.comm
+    distributed.start(rank.store, rank.index, rank.world_size, gpu, rank_device(gpu), comm)
     return [run_row(rank, plan, masked) for plan, masked in plans]
 
 
-def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
+def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve | Lacking:
     """The runtime's own parts on one of several ranks."""
-    device = torch.device("cpu")
+    device = rank_device(plan.cluster.gpu)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    lacking = float8_problems(plan, True, capability)
+    if lacking:
+        return Lacking(lacking[0])
+    seed_everything(plan, rank.index)
+    world = build_mesh(plan.mesh, device.type)
     torch.compiler.reset()  # code compiled for a former plan's budget would fit this one's modules
-    world = build_mesh(plan.mesh, "cpu")
     group = data_group(world)
     module: nn.Module = build_model(plan, world, device)
     names = [parameter.fqn for parameter in parameters(plan.model)]
@@ -147,7 +180,7 @@ def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
     loss = compiled_loss(loss_function(plan, world), plan)
     share = data_rank(plan.mesh, rank.index)
     local, accumulation = plan.batch.local_batch_size, plan.batch.accumulation_steps
-    curve = Curve([], [], {})
+    curve = Curve([], [], {}, {})
     for step, batch in zip(range(STEPS), _loader(plan, share, plan.mesh.dp, local), strict=False):
         if masked:
             batch = [
@@ -162,7 +195,8 @@ def run_row(rank: Rank, plan: Plan, masked: bool) -> Curve:
         curve.norms.append(result.grad_norm)
     for fqn, parameter in module.named_parameters():
         tensor = parameter.detach()
-        curve.weights[fqn] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        curve.weights[fqn] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    curve.biases = _biases(module)
     return curve
 
 

@@ -8,32 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 
 from tests import plans
 from tests.harness import Rank, run_ranks
-from tests.runtime.test_parity import STEPS, checkpointed, open_loader, parity_plan
+from tests.runtime import test_parity as parity
+from tests.runtime.test_parity import checkpointed, parity_plan, train_plainly, train_rank
 from titan_planner.ir.inventory import fsdp_dim, parameters
 from titan_planner.ir.parallel import FsdpUnit, Mesh, Pipeline, Stage, TensorParallel
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.verify import verify
 from titan_planner.passes.select_checkpointing import SAVE_OPS
 from titan_planner.sharding import expert_rows, tensor_parallel_rows
-from titan_runtime.init import initialise
-from titan_runtime.lr_schedule import lr_factor
-from titan_runtime.modules import build
+from titan_runtime.step import StepResult
 
 TOLERANCE = 1e-5
 
 
 @dataclass
-class Curve:
-    """What a run did: losses, norms, imbalances of the layers, final weights and biases."""
+class Curve(parity.Curve):
+    """What a run did; `weights` hold the biases too, and `imbalances` are those of the layers, step by step."""
 
-    losses: list[float]
-    norms: list[float]
     imbalances: list[dict[str, float]]
-    weights: dict[str, Tensor]
 
 
 def moe_plan(grid: Mesh | None = None, **sections: object) -> Plan:
@@ -48,32 +43,17 @@ def lean_on(module: torch.nn.Module, leaning: float) -> None:
 
 
 def reference(plan: Plan, leaning: float = 0.0) -> Curve:
-    """One process and one forward a step, with clipping and the bias' steps written out."""
-    module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
-    initialise(module, plan.model, plan.seeds.seed)
-    lean_on(module, leaning)
-    values = plan.optimizer
-    optimizer = torch.optim.AdamW(
-        module.parameters(), lr=values.lr, betas=(values.beta1, values.beta2), eps=values.eps, weight_decay=0.1
-    )
-    whole = replace(plan, mesh=plans.mesh(1), batch=replace(plan.batch, local_batch_size=plan.batch.global_batch_size))
-    layers = {fqn: part for fqn, part in module.named_modules() if fqn.endswith(".moe")}
-    curve = Curve([], [], [], {})
-    for step, [(tokens, labels)] in zip(range(STEPS), open_loader(whole, 0), strict=False):
-        loss = cross_entropy(module(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
-        loss.backward()
-        norm = torch.stack([p.grad.double().square().sum() for p in module.parameters()]).sum().sqrt()
-        for parameter in module.parameters():
-            parameter.grad *= min(1.0, values.max_norm / norm.item())
-        for group in optimizer.param_groups:
-            group["lr"] = values.lr * lr_factor(plan.lr_schedule, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    """One process, with the bias' steps written out."""
+    imbalances: list[dict[str, float]] = []
+
+    def balance(module: torch.nn.Module) -> None:
         imbalance = {}
-        for fqn, part in layers.items():
+        for fqn, part in module.named_modules():
+            if not fqn.endswith(".moe"):
+                continue
             load = part.tokens_per_expert.clone()
             part.tokens_per_expert.zero_()
-            assert load.sum() == tokens.numel() * part.moe.top_k
+            assert load.sum() == plan.batch.global_batch_size * plan.batch.seq_len * part.moe.top_k
             mean = load.sum().item() / len(load)
             imbalance[fqn.split(".")[1]] = load.max().item() / mean
             if part.expert_bias is not None:
@@ -81,51 +61,30 @@ def reference(plan: Plan, leaning: float = 0.0) -> Curve:
                 part.expert_bias += part.moe.load_balance_coeff * torch.tensor(
                     [sign - sum(signs) / len(signs) for sign in signs]
                 )
-        curve.losses.append(loss.item())
-        curve.norms.append(norm.item())
-        curve.imbalances.append(imbalance)
-    curve.weights = {fqn: tensor.detach() for fqn, tensor in module.state_dict().items()}
-    return curve
+        imbalances.append(imbalance)
+
+    module, curve = train_plainly(plan, prepare=lambda module: lean_on(module, leaning), after_step=balance)
+    weights = {fqn: tensor.detach() for fqn, tensor in module.state_dict().items()}
+    return Curve(curve.losses, curve.norms, weights, imbalances)
 
 
 def run(rank: Rank, plan: Plan, leaning: float = 0.0) -> Curve:
-    """The runtime's own parts, on one of several ranks."""
-    from titan_runtime.apply import build_model
-    from titan_runtime.apply.context import shard_sequences
+    """What the runtime does on this rank."""
     from titan_runtime.checkpoint.tensors import model_tensors
-    from titan_runtime.loss import loss_function
-    from titan_runtime.mesh import build_mesh, data_group, data_rank
-    from titan_runtime.optimizer import build_optimizer
-    from titan_runtime.step import train_step
 
-    device = torch.device("cpu")
-    world = build_mesh(plan.mesh, "cpu")
-    group = data_group(world)
-    module = build_model(plan, world, device)
-    lean_on(module, leaning)
-    optimizer = build_optimizer(module, plan.optimizer)
-    curve = Curve([], [], [], {})
-    share = data_rank(plan.mesh, rank.index)
-    for step, batch in zip(range(STEPS), open_loader(plan, share), strict=False):
-        result = train_step(
-            plan,
-            module,
-            optimizer,
-            loss_function(plan, world),
-            shard_sequences(batch, plan, rank.index),
-            step=step + 1,
-            schedule_step=step,
-            device=device,
-            group=group,
-        )
-        curve.losses.append(result.loss)
-        curve.norms.append(result.grad_norm)
+    imbalances: list[dict[str, float]] = []
+
+    def note(result: StepResult) -> None:
         assert result.experts is not None
         assert result.experts.dropped == 0
-        curve.imbalances.append(result.experts.imbalance)
-    for fqn, tensor in model_tensors(module).items():
-        curve.weights[fqn] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return curve
+        imbalances.append(result.experts.imbalance)
+
+    module, curve = train_rank(rank, plan, prepare=lambda module: lean_on(module, leaning), after_step=note)
+    weights = {
+        fqn: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for fqn, tensor in model_tensors(module).items()
+    }
+    return Curve(curve.losses, curve.norms, weights, imbalances)
 
 
 def check(plan: Plan, expected: Curve, leaning: float = 0.0) -> dict[str, float]:

@@ -24,6 +24,7 @@ from titan_runtime.data import DataLoader, open_stream
 from titan_runtime.init import initialise
 from titan_runtime.lr_schedule import lr_factor
 from titan_runtime.modules import build
+from titan_runtime.step import StepResult
 
 STEPS = 10
 TOLERANCE = 1e-6
@@ -64,10 +65,23 @@ def masked(labels: Tensor, first_sample: int) -> Tensor:
     return labels
 
 
-def reference(plan: Plan, mask: bool = False) -> Curve:
-    """One process, one forward a step."""
+def nothing(*_: object) -> None:
+    """Do not intervene."""
+
+
+def train_plainly(
+    plan: Plan,
+    mask: bool = False,
+    prepare: Callable[[torch.nn.Module], None] = nothing,
+    after_step: Callable[[torch.nn.Module], None] = nothing,
+) -> tuple[torch.nn.Module, Curve]:
+    """One process, one forward a step; the trained module, and a curve without weights.
+
+    `prepare` is given the module before the first step, `after_step` after each.
+    """
     module = build(plan.model, seq_len=plan.batch.seq_len).to_empty(device="cpu")
     initialise(module, plan.model, plan.seeds.seed)
+    prepare(module)
     values = plan.optimizer
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=values.lr, betas=(values.beta1, values.beta2), eps=values.eps, weight_decay=0.1
@@ -86,14 +100,27 @@ def reference(plan: Plan, mask: bool = False) -> Curve:
             group["lr"] = values.lr * lr_factor(plan.lr_schedule, step)
         optimizer.step()
         optimizer.zero_grad()
+        after_step(module)
         curve.losses.append(loss.item())
         curve.norms.append(norm.item())
+    return module, curve
+
+
+def reference(plan: Plan, mask: bool = False) -> Curve:
+    """What one plain process does."""
+    module, curve = train_plainly(plan, mask)
     curve.weights = {fqn: parameter.detach() for fqn, parameter in module.named_parameters()}
     return curve
 
 
-def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module], None] | None = None) -> Curve:
-    """The runtime's own parts, on one of several ranks; `inspect` is given the module after the last step."""
+def train_rank(
+    rank: Rank,
+    plan: Plan,
+    mask: bool = False,
+    prepare: Callable[[torch.nn.Module], None] = nothing,
+    after_step: Callable[[StepResult], None] = nothing,
+) -> tuple[torch.nn.Module, Curve]:
+    """The runtime's own parts, on one of several ranks; the trained module, and a curve without weights."""
     from titan_planner.ir.inventory import muon_parameters
     from titan_runtime.apply import build_model
     from titan_runtime.apply.compile import compiled_loss
@@ -108,6 +135,7 @@ def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module],
     world = build_mesh(plan.mesh, device.type)
     group = data_group(world)
     module = build_model(plan, world, device)
+    prepare(module)
     optimizer = build_optimizer(module, plan.optimizer, muon_parameters(plan.model))
     loss = compiled_loss(loss_function(plan, world), plan)
     share = data_rank(plan.mesh, rank.index)
@@ -132,6 +160,16 @@ def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module],
         )
         curve.losses.append(result.loss)
         curve.norms.append(result.grad_norm)
+        after_step(result)
+    return module, curve
+
+
+def run(rank: Rank, plan: Plan, mask: bool, inspect: Callable[[torch.nn.Module], None] | None = None) -> Curve:
+    """What the runtime does on this rank; `inspect` is given the module after the last step."""
+    from titan_runtime.distributed import rank_device
+
+    module, curve = train_rank(rank, plan, mask)
+    device = rank_device(plan.cluster.gpu)
     for fqn, parameter in module.named_parameters():
         tensor = parameter.detach()
         whole = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor

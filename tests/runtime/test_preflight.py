@@ -144,6 +144,14 @@ def test_wandb_is_asked_for_only_where_it_is_installed() -> None:
 # ------------------------------------------------------------------ capabilities
 
 
+def test_the_page_lists_exactly_what_is_refused() -> None:
+    page = (plans.REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    listed = page.split("## What it cannot run yet\n")[1].split("\n## ")[0]
+    assert [line for line in listed.splitlines() if line.startswith("- ")] == [
+        f"- `{row.address}`: {row.what}; {row.instead}" for row in MISSING
+    ]
+
+
 def test_names_that_this_torch_lacks_are_refused_before_the_process_group() -> None:
     plan = plans.tiny_plan()
     assert local_report(plan, "p.json", "d", 1, 0).problems == []

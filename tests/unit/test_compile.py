@@ -14,6 +14,7 @@ import pytest
 
 from titan_planner.compiler import PassBroke, compile_spec, pass_names, select_passes
 from titan_planner.ir.codec import decode, digest, dumps, encode
+from titan_planner.ir.errors import SpecError
 from titan_planner.ir.fqn import fold, matches, select
 from titan_planner.ir.inventory import linear_modules, num_params, parameters
 from titan_planner.ir.model import RopeScaling
@@ -407,3 +408,12 @@ def test_a_tied_weight_that_one_rank_holds_twice_has_one_pair_of_moments(schedul
     weight = plan.model.vocab_size * plan.model.dim * 4 / 2**30
     both = 2 * sum(stage.parameters_gib for stage in memory)
     assert sum(stage.optimizer_gib for stage in memory) == pytest.approx(both - 2 * weight * (2 - moments), abs=0.02)
+
+
+def test_units_gathered_ahead_are_pinned_and_explained(tmp_path) -> None:
+    sets = ["parallelism.fsdp_prefetch_forward=2", "parallelism.fsdp_prefetch_backward=1"]
+    plan = compile_text(TINY, sets)
+    assert (plan.fsdp.prefetch_forward, plan.fsdp.prefetch_backward) == (2, 1)
+    assert compile_text(TINY).fsdp.prefetch_forward == 0
+    with pytest.raises(SpecError, match="`data_parallel_strategy: ddp` gathers nothing"):
+        compile_text(TINY, [*sets, "parallelism.data_parallel_strategy=ddp"])

@@ -25,10 +25,10 @@ from titan_planner.ir.inventory import (
     num_params,
     parameters,
 )
-from titan_planner.ir.model import Block, Blocks, Gqa, Model, Moe, RmsNorm, Rope
+from titan_planner.ir.model import Block, Blocks, Gqa, Model, Moe, RmsNorm, Rope, SwiGlu
 from titan_planner.ir.parallel import ExpertParallel
 from titan_planner.ir.plan import Plan
-from titan_planner.ir.request import ModelOverrides
+from titan_planner.ir.request import ModelOverrides, MoeOverrides
 from titan_planner.ir.validate import unknown_fields
 from titan_planner.ir.verify import verify
 from titan_planner.models import MODELS, find_model, override
@@ -390,6 +390,58 @@ def test_a_diff_tells_a_change_of_routing_from_a_change_of_weights() -> None:
     assert {c.consequence for c in diff(PLAN, changed(num_experts=16)).changes} == {"model"}
     dense_only = replace(PLAN, model=replace(DEBUG, blocks=(replace(DEBUG.blocks[0], repeat=6),)))
     assert "model" in {c.consequence for c in diff(PLAN, dense_only).changes}
+
+
+def test_routing_is_overridden_in_every_layer_with_experts() -> None:
+    text = MOE.replace(
+        "flavor: debug}",
+        "flavor: debug, overrides: {moe: {num_experts: 16, top_k: 4, num_groups: 4, num_limited_groups: 2, "
+        "score_function: softmax, score_before_experts: true, route_norm: false, route_scale: 2.5, "
+        "num_shared_experts: 0, hidden_dim: 128, load_balance_coeff: none}}}",
+    )
+    layers = [block.feed_forward for block in compile_text(text).model.layers()]
+    assert isinstance(layers[0], SwiGlu)
+    assert set(layers[1:]) == {
+        Moe(
+            num_experts=16,
+            hidden_dim=128,
+            top_k=4,
+            num_shared_experts=0,
+            score_function="softmax",
+            score_before_experts=True,
+            route_norm=False,
+            route_scale=2.5,
+            num_groups=4,
+            num_limited_groups=2,
+            load_balance_coeff=None,
+        )
+    }
+
+
+def test_groups_can_be_taken_away() -> None:
+    grouped = override(
+        find_model("debug_moe", "debug"), ModelOverrides(moe=MoeOverrides(num_groups=4, num_limited_groups=2))
+    )
+    plain = override(grouped, ModelOverrides(moe=MoeOverrides(num_groups="none")))
+    assert plain == find_model("debug_moe", "debug")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("{family: llama3, flavor: debug, overrides: {moe: {top_k: 1}}}", "the model has none"),
+        ("{family: debug_moe, flavor: debug, overrides: {moe: {top_k: 9}}}", "`top_k` 9 is more than the 8 experts"),
+        (
+            "{family: debug_moe, flavor: debug, overrides: {moe: {num_groups: 3, num_limited_groups: 2}}}",
+            "does not divide",
+        ),
+    ],
+)
+def test_an_impossible_routing_is_said_at_its_place(model: str, words: str) -> None:
+    text = MOE.replace("{family: debug_moe, flavor: debug}", model).replace("{expert_parallel_degree: 2}", "auto")
+    with pytest.raises(SpecError, match=words) as failure:
+        compile_text(text)
+    assert "spec.yaml:3:" in str(failure.value)
 
 
 def test_an_override_of_the_width_is_of_dense_layers() -> None:

@@ -54,6 +54,29 @@ class RopeScalingSpec:
 
 
 @record
+class MoeOverrides:
+    """Changes to every layer with experts; what is absent stays."""
+
+    num_experts: Annotated[int | None, Field("Routed experts.", ge=1, le=10**6)] = None
+    hidden_dim: Annotated[int | None, Field("Elements inside one expert.", ge=1, le=10**8)] = None
+    top_k: Annotated[int | None, Field("Experts that each token goes to.", ge=1, le=10**6)] = None
+    num_shared_experts: Annotated[int | None, Field("Experts that see every token.", ge=0, le=10**4)] = None
+    score_function: Annotated[Literal["softmax", "sigmoid"] | None, Field("How the router's logits become scores.")] = (
+        None
+    )
+    score_before_experts: Annotated[bool | None, Field("Scores scale the experts' inputs, not their outputs.")] = None
+    route_norm: Annotated[bool | None, Field("A token's chosen scores are divided by their sum.")] = None
+    route_scale: Annotated[float | None, Field("Factor on the chosen scores.", gt=0)] = None
+    num_groups: Annotated[
+        Literal["none"] | int | None, Field("Group-limited routing: groups of experts; none takes it away.", ge=1)
+    ] = None
+    num_limited_groups: Annotated[int | None, Field("Groups that a token may choose from.", ge=1)] = None
+    load_balance_coeff: Annotated[
+        Literal["none"] | float | None, Field("Step of the bias that balances loads; none takes it away.", gt=0)
+    ] = None
+
+
+@record
 class ModelOverrides:
     """Values that replace the flavor's own."""
 
@@ -68,6 +91,7 @@ class ModelOverrides:
     norm_eps: Annotated[float | None, Field("Epsilon of the norms.", gt=0)] = None
     rope_theta: Annotated[float | None, Field("Base of the rotary frequencies.", gt=0)] = None
     rope_scaling: Annotated[RopeScalingSpec | None, Field("Changes to the rotary scaling.")] = None
+    moe: Annotated[MoeOverrides | None, Field("Changes to the layers with experts.")] = None
     tied: Annotated[bool | None, Field("Output shares the embedding's weight.")] = None
 
 
@@ -274,6 +298,10 @@ class ParallelismSpec:
         Auto | Literal["always", "never", "default"] | int,
         Field("Free gathered parameters after forward; default: unless there is a pipeline.", ge=2, le=10**7),
     ] = "auto"
+    fsdp_prefetch_forward: Annotated[
+        Auto | int, Field("Units that FSDP gathers ahead in forward; 0 leaves it to torch.", ge=0, le=1000)
+    ] = "auto"
+    fsdp_prefetch_backward: Annotated[Auto | int, Field("The same in backward.", ge=0, le=1000)] = "auto"
     data_parallel_strategy: Annotated[Auto | Literal["fsdp", "ddp"], Field("Shard or replicate parameters.")] = "auto"
     defer_gradient_sync: Annotated[Auto | bool, Field("Reduce gradients only after the last accumulation step.")] = (
         "auto"
@@ -317,6 +345,13 @@ class ParallelismSpec:
         for name in DEGREE_FIELDS.values():
             if getattr(self, name) == 0:
                 raise InvariantError(name, f"`{name}` is 0", "use 1 for none, a degree, -1 for the rest, or auto")
+        for name in ("fsdp_prefetch_forward", "fsdp_prefetch_backward"):
+            if self.data_parallel_strategy == "ddp" and getattr(self, name) not in ("auto", 0):
+                raise InvariantError(
+                    name,
+                    f"`{name}` is {getattr(self, name)}, but `data_parallel_strategy: ddp` gathers nothing",
+                    f"remove `{name}`, or use `data_parallel_strategy: fsdp`",
+                )
 
 
 DEGREE_FIELDS: Mapping[str, str] = {

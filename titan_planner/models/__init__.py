@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
+from typing import Any
 
 from titan_planner.ir.errors import InvariantError
-from titan_planner.ir.model import Blocks, Gqa, Mlp, Model, RopeScaling, SwiGlu
-from titan_planner.ir.request import ModelOverrides, RopeScalingSpec
+from titan_planner.ir.model import Blocks, Gqa, Mlp, Model, Moe, RopeScaling, SwiGlu
+from titan_planner.ir.request import ModelOverrides, MoeOverrides, RopeScalingSpec
 from titan_planner.models import debug_mlp, debug_moe, llama3
 
 MODELS: dict[str, dict[str, Model]] = {
@@ -76,8 +77,16 @@ def override(model: Model, changes: ModelOverrides) -> Model:
         feed_forward = run.block.feed_forward
         if changes.hidden_dim is not None and isinstance(feed_forward, SwiGlu | Mlp):
             feed_forward = replace(feed_forward, hidden_dim=changes.hidden_dim)
+        if changes.moe is not None and isinstance(feed_forward, Moe):
+            feed_forward = _experts(feed_forward, changes.moe)
         block = replace(run.block, attention=attention, feed_forward=feed_forward, norm=norm)
         blocks.append(Blocks(repeat=run.repeat, block=block))
+    if changes.moe is not None and not any(isinstance(run.block.feed_forward, Moe) for run in blocks):
+        raise InvariantError(
+            "moe",
+            "`moe` changes layers with experts, and the model has none",
+            "remove it, or use a family with experts",
+        )
     if changes.num_layers is not None:
         if len(blocks) > 1:
             raise InvariantError(
@@ -93,6 +102,20 @@ def override(model: Model, changes: ModelOverrides) -> Model:
         norm=model.norm if changes.norm_eps is None else replace(model.norm, eps=changes.norm_eps),
         blocks=tuple(blocks),
     )
+
+
+def _experts(old: Moe, changes: MoeOverrides) -> Moe:
+    values: dict[str, Any] = {
+        name: None if value == "none" else value
+        for name in MoeOverrides.__dataclass_fields__
+        if (value := getattr(changes, name)) is not None
+    }
+    if changes.num_groups == "none":
+        values["num_limited_groups"] = None
+    try:
+        return replace(old, **values)
+    except InvariantError as error:
+        raise InvariantError(f"moe.{error.field}", error.message, error.hint) from None
 
 
 def _scaling(old: RopeScaling | None, changes: RopeScalingSpec) -> RopeScaling:

@@ -25,6 +25,8 @@ PINS: Mapping[str, str] = {
     "fsdp.strategy": "parallelism.data_parallel_strategy",
     "fsdp.units": "parallelism.fsdp_reshard_after_forward",
     "fsdp.units.*.reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "fsdp.prefetch_forward": "parallelism.fsdp_prefetch_forward",
+    "fsdp.prefetch_backward": "parallelism.fsdp_prefetch_backward",
     "fsdp.defer_gradient_sync": "parallelism.defer_gradient_sync",
     "tensor_parallel.sequence_parallel": "parallelism.enable_sequence_parallel",
     "tensor_parallel.loss_parallel": "parallelism.disable_loss_parallel",

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from titan_runtime.attention.blockwise import Merged, attend, attend_backward
-from titan_runtime.attention.collectives import all_gather, reduce_scatter
 from titan_runtime.attention.share import Share
+from titan_runtime.collectives import all_gather, reduce_scatter
 
 
 def allgather_attention(q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
@@ -26,7 +26,7 @@ class _AllGatherAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank: int, size: int, chunks: int, group: str) -> Tensor:
         share = Share(rank, size, chunks, group)
-        every = all_gather(torch.cat((k, v), dim=1), share)
+        every = all_gather(torch.cat((k, v), dim=1).unsqueeze(0), 0, share.ranks)
         keys, values = share.join(every).chunk(2, dim=1)
         merged = Merged(*attend(q, k, v, causal=True))
         for rows, seen in share.pieces_of_all(q.shape[2]):
@@ -52,5 +52,5 @@ class _AllGatherAttention(Function):
             grad_keys[:, :, seen] += dk
             grad_values[:, :, seen] += dv
         parts = share.split(torch.cat((grad_keys, grad_values), dim=1))
-        grad_k, grad_v = (reduce_scatter(parts, share) + grad_own).chunk(2, dim=1)
+        grad_k, grad_v = (reduce_scatter(parts, 0, share.ranks).squeeze(0) + grad_own).chunk(2, dim=1)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None

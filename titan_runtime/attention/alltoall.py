@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
 
-from titan_runtime.attention.collectives import all_to_all
 from titan_runtime.attention.share import Share
+from titan_runtime.collectives import all_to_all
 
 
 def alltoall_attention(q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
@@ -35,8 +35,8 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, rank: int, size: int, chunks: int, group: str) -> Tensor:
         ctx.place = (rank, size, chunks, group)
-        return all_to_all(parts, Share(rank, size, chunks, group))
+        return all_to_all(parts, Share(rank, size, chunks, group).ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_to_all(grad, Share(*ctx.place)), None, None, None, None
+        return all_to_all(grad, Share(*ctx.place).ranks), None, None, None, None

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from titan_runtime.attention.blockwise import Merged, attend, attend_backward
-from titan_runtime.attention.collectives import start_shift, wait
 from titan_runtime.attention.share import Share
+from titan_runtime.collectives import start_shift, wait
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
@@ -27,12 +27,12 @@ class _RingAttention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank: int, size: int, chunks: int, group: str) -> Tensor:
         share = Share(rank, size, chunks, group)
         # One tensor, so one message a step: keys and values side by side among the heads.
-        coming = start_shift(torch.cat((k, v), dim=1), share)
+        coming = start_shift(torch.cat((k, v), dim=1), share.ranks)
         merged = Merged(*attend(q, k, v, causal=True))
         for step in range(1, size):
             held = wait(coming)
             if step + 1 < size:
-                coming = start_shift(held, share)
+                coming = start_shift(held, share.ranks)
             keys, values = held.chunk(2, dim=1)
             for rows, seen in share.pieces((rank - step) % size, q.shape[2]):
                 merged.add(rows, *attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen]))
@@ -46,15 +46,15 @@ class _RingAttention(Function):
         q, k, v, out, lse = ctx.saved_tensors
         share = Share(*ctx.place)
         rank, size, wide = share.rank, share.size, lse.dtype
-        coming = start_shift(torch.cat((k, v), dim=1), share)
+        coming = start_shift(torch.cat((k, v), dim=1), share.ranks)
         dq, dk, dv = attend_backward(grad, q, k, v, out, lse, causal=True)
         grad_q = dq.to(wide, copy=True)
         # Gradients travel in float32: every rank adds to them.
-        grads = start_shift(torch.cat((dk, dv), dim=1).to(wide), share)
+        grads = start_shift(torch.cat((dk, dv), dim=1).to(wide), share.ranks)
         for step in range(1, size):
             held = wait(coming)
             if step + 1 < size:
-                coming = start_shift(held, share)
+                coming = start_shift(held, share.ranks)
             keys, values = held.chunk(2, dim=1)
             mine = torch.zeros_like(held, dtype=wide)
             for rows, seen in share.pieces((rank - step) % size, q.shape[2]):
@@ -64,6 +64,6 @@ class _RingAttention(Function):
                 )
                 grad_q[:, :, rows] += dq
                 mine[:, :, seen] += torch.cat((dk, dv), dim=1)
-            grads = start_shift(wait(grads) + mine, share)
+            grads = start_shift(wait(grads) + mine, share.ranks)
         grad_k, grad_v = wait(grads).chunk(2, dim=1)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titan_runtime.collectives import Ranks
+
 Piece = tuple[slice, slice]
 """Rows of queries and of keys, every one of the first after every one of the second: attention without a mask."""
 
@@ -27,6 +29,11 @@ class Share:
     size: int
     chunks: int
     group: str
+
+    @property
+    def ranks(self) -> Ranks:
+        """The group, as collectives take it."""
+        return Ranks(self.group, self.size, self.rank)
 
     def held(self, rank: int) -> tuple[int, ...]:
         """Numbers of the chunks that `rank` holds, ascending."""

@@ -87,7 +87,7 @@ class _FrankFileSystem(FileSystem):
             frank = _FrankStream(stream)
             try:
                 yield frank  # type: ignore[misc]
-            except Exception:
+            except Exception:  # whatever torch's writer makes of a failed write; any other goes on as it is
                 if frank.error is not None:
                     raise frank.error from None
                 raise

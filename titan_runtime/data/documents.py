@@ -94,6 +94,33 @@ class DocumentSource(abc.ABC):
             yield index, self.files[index], at
 
 
+class RecordSource(DocumentSource):
+    """Files of records, each of which is one document: the text in its field `text_field`."""
+
+    def __init__(self, path: str | Path, *, text_field: str = "text") -> None:
+        super().__init__(path)
+        self.text_field = _require_text_field(text_field)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "text_field": self.text_field}
+
+    @staticmethod
+    def _record(data: bytes, first_byte: int, here: Position, after: Position) -> Iterator[Piece]:
+        """The pieces from ``first_byte`` on of the record with the text ``data``.
+
+        Its position is ``here``, without the byte, and the next one's is ``after``.
+        """
+        for start, end in split_text(data, first_byte):
+            last = end == len(data)
+            yield Piece(
+                text=data[start:end].decode("utf-8"),
+                start={**here, "byte": start},
+                end=after if last else {**here, "byte": end},
+                begins_document=start == 0,
+                ends_document=last,
+            )
+
+
 def cut(data: bytes, start: int = 0) -> int:
     """Where the piece of UTF-8 text that starts at ``start`` ends.
 
@@ -148,7 +175,7 @@ def encode_record(text: object, *, place: str, text_field: str) -> bytes:
         ) from error
 
 
-def require_text_field(text_field: str) -> str:
+def _require_text_field(text_field: str) -> str:
     """Return ``text_field`` if it can be the name of a field, else raise :class:`DataError`."""
     if not isinstance(text_field, str) or not text_field:
         raise DataError(

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-from titan_runtime.data.documents import (
-    DocumentSource,
-    Piece,
-    Position,
-    encode_record,
-    require_text_field,
-    split_text,
-)
+from titan_runtime.data.documents import Piece, Position, RecordSource, encode_record
 from titan_runtime.data.errors import DataError
 from titan_runtime.data.files import DataFile, open_at
 
@@ -23,7 +14,7 @@ from titan_runtime.data.files import DataFile, open_at
 MAX_LINE_BYTES = 256 * 1024 * 1024
 
 
-class JsonLines(DocumentSource):
+class JsonLines(RecordSource):
     """A ``.jsonl`` or ``.jsonl.gz`` file, or all of them below a folder; the text is in field ``text_field``.
 
     A position is the file's index, the line's offset in bytes in the (decompressed) file, the number of lines
@@ -34,13 +25,6 @@ class JsonLines(DocumentSource):
     suffixes = (".jsonl", ".jsonl.gz")
     position_fields = ("file", "offset", "line", "byte")
 
-    def __init__(self, path: str | Path, *, text_field: str = "text") -> None:
-        super().__init__(path)
-        self.text_field = require_text_field(text_field)
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {**super().fingerprint(), "text_field": self.text_field}
-
     def pieces(self, position: Position) -> Iterator[Piece]:
         for index, file, at in self._files_from(position):
             offset, line, first_byte = at["offset"], at["line"], at["byte"]
@@ -49,15 +33,7 @@ class JsonLines(DocumentSource):
                     here = {"file": index, "offset": offset, "line": line}
                     after = {"file": index, "offset": offset + len(raw), "line": line + 1, "byte": 0}
                     data = self._text(raw, file, line + 1)
-                    for start, end in split_text(data, first_byte):
-                        last = end == len(data)
-                        yield Piece(
-                            text=data[start:end].decode("utf-8"),
-                            start={**here, "byte": start},
-                            end=after if last else {**here, "byte": end},
-                            begins_document=start == 0,
-                            ends_document=last,
-                        )
+                    yield from self._record(data, first_byte, here, after)
                     first_byte = 0
                     offset += len(raw)
                     line += 1

@@ -6,14 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan_runtime.data.documents import (
-    DocumentSource,
-    Piece,
-    Position,
-    encode_record,
-    require_text_field,
-    split_text,
-)
+from titan_runtime.data.documents import Piece, Position, RecordSource, encode_record
 from titan_runtime.data.errors import DataError
 from titan_runtime.data.files import DataFile, unreadable
 
@@ -21,7 +14,7 @@ from titan_runtime.data.files import DataFile, unreadable
 _BATCH_ROWS = 512
 
 
-class ParquetFiles(DocumentSource):
+class ParquetFiles(RecordSource):
     """A ``.parquet`` file, or all of them below a folder; the text is in the string column ``text_field``.
 
     A position is the file's index, the row group, the row in it, and the offset in bytes in the row's text. Only
@@ -33,12 +26,8 @@ class ParquetFiles(DocumentSource):
     position_fields = ("file", "row_group", "row", "byte")
 
     def __init__(self, path: str | Path, *, text_field: str = "text") -> None:
-        super().__init__(path)
-        self.text_field = require_text_field(text_field)
+        super().__init__(path, text_field=text_field)
         _import_pyarrow()  # fail here rather than at the first batch, which may be read in another thread
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {**super().fingerprint(), "text_field": self.text_field}
 
     def pieces(self, position: Position) -> Iterator[Piece]:
         for index, file, at in self._files_from(position):
@@ -48,15 +37,7 @@ class ParquetFiles(DocumentSource):
                 data = encode_record(value, place=place, text_field=self.text_field)
                 here = {"file": index, "row_group": row_group, "row": row}
                 after = {**here, "row": row + 1, "byte": 0}
-                for start, end in split_text(data, first_byte):
-                    last = end == len(data)
-                    yield Piece(
-                        text=data[start:end].decode("utf-8"),
-                        start={**here, "byte": start},
-                        end=after if last else {**here, "byte": end},
-                        begins_document=start == 0,
-                        ends_document=last,
-                    )
+                yield from self._record(data, first_byte, here, after)
                 first_byte = 0
 
     def _rows(self, file: DataFile, first_group: int, first_row: int) -> Iterator[tuple[int, int, int, object]]:
