@@ -371,10 +371,10 @@ def _estimate(plan: Plan, style: Style, width: int) -> list[str]:
 
 
 def step_parts(spent: StepTime) -> list[tuple[str, float]]:
-    """What the step is spent on, as parts of it, the largest first; less than half a percent is left out."""
+    """What the step is spent on, as parts of it, the five largest first; below half a percent is left out."""
     total = sum(getattr(spent, name) for name in StepTime.__dataclass_fields__)
     shares = [
         (name.removesuffix("_ms").replace("_", " "), getattr(spent, name) / total)
         for name in StepTime.__dataclass_fields__
     ]
-    return sorted((entry for entry in shares if entry[1] >= 0.005), key=lambda entry: -entry[1])
+    return sorted((entry for entry in shares if entry[1] >= 0.005), key=lambda entry: -entry[1])[:5]
