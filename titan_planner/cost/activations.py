@@ -185,6 +185,8 @@ def _eager_attention(columns: Heads, local: Local) -> Iterator[Saved]:
 def _attention_core(columns: Heads, local: Local) -> Iterator[Saved]:
     """Of the attention proper, with wo's input, which is its result."""
     tokens, size = local.tokens, local.itemsize
+    if local.query_key_norms:
+        yield Saved("attention: queries and keys before their norms", tokens * (columns.queries + columns.keys) * size)
     yield Saved("attention: rotated queries", tokens * columns.queries * size)
     yield Saved("attention: rotated keys", tokens * columns.keys * size)
     yield Saved("attention: values", tokens * columns.keys * size)
@@ -222,10 +224,10 @@ def _eager_swiglu(name: str, hidden: float, local: Local) -> Iterator[Saved]:
         yield Saved(f"{name}: {what}", hidden * local.itemsize)
 
 
-def _mlp(name: str, hidden: float, local: Local) -> Iterator[Saved]:
+def _mlp(name: str, hidden: float, local: Local, operand: float | None = None) -> Iterator[Saved]:
     """Without a gate: what the activation's backward reads (its argument, or relu's result), and w2's input."""
-    for what in ("argument of the activation", "input of w2"):
-        yield Saved(f"{name}: {what}", hidden * local.itemsize)
+    yield Saved(f"{name}: argument of the activation", hidden * local.itemsize)
+    yield Saved(f"{name}: input of w2", hidden * (local.itemsize if operand is None else operand))
 
 
 def _routed(moe: Moe, local: Local) -> Iterator[Saved]:
@@ -286,35 +288,45 @@ def _compiled(block: Block, local: Local) -> Iterator[Saved]:
             assert_never(block.feed_forward)
 
 
-def _compiled_swiglu(name: str, hidden: float, local: Local) -> Iterator[Saved]:
-    for what in ("w1's result", "w3's result", "input of w2"):
+def _compiled_swiglu(name: str, hidden: float, local: Local, operand: float | None = None) -> Iterator[Saved]:
+    for what in ("w1's result", "w3's result"):
         yield Saved(f"{name}: {what}", hidden * local.itemsize)
+    yield Saved(f"{name}: input of w2", hidden * (local.itemsize if operand is None else operand))
 
 
 # ------------------------------------------------------------------ fused
 
 
 def _fused(block: Block, local: Local) -> Iterator[Saved]:
-    """Norms keep their input and their result as this rank holds it; a matmul gathers its input again in backward."""
+    """Norms keep their input and their result as this rank holds it; a matmul gathers its input again in backward.
+
+    In 8 bits a product's input is kept as it was cast (Transformer Engine, pytorch/module/linear.py), beside the result of
+    attention, which attention's own backward reads.
+    """
+    operand = local.operand_bytes
     columns = heads(block.attention, local)
     for name in ("attention_norm", "ffn_norm"):
         yield Saved(f"{name}: input", local.stream_bytes)
-        yield Saved(f"{name}: result, input of the matmuls", local.stream_bytes)
+        yield Saved(f"{name}: result, input of the matmuls", local.stream_tokens * local.dim * operand)
         yield Saved(f"{name}: reciprocal roots", local.stream_tokens * 4)
     yield from _attention_core(columns, local)
+    if operand < local.itemsize:
+        yield Saved("attention: input of wo in 8 bits", local.tokens * columns.queries * operand)
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
-            yield from _compiled_swiglu("feed_forward", local.tokens * hidden / local.tp, local)
+            yield from _compiled_swiglu("feed_forward", local.tokens * hidden / local.tp, local, operand)
         case Mlp(hidden_dim=hidden):
-            yield from _mlp("feed_forward", local.tokens * hidden / local.tp, local)
+            yield from _mlp("feed_forward", local.tokens * hidden / local.tp, local, operand)
         case Moe() as moe:
             rows, sent = local.expert_rows(moe), local.sent_rows(moe)
             yield Saved("moe.router: scores and choices", local.routing_tokens * (moe.num_experts * 8 + moe.top_k * 12))
-            yield Saved("moe.experts: rows", rows * local.dim * local.itemsize)
+            yield Saved("moe.experts: rows", rows * local.dim * operand)
             yield Saved("moe.experts: results", sent * local.dim * local.itemsize)
-            yield from _compiled_swiglu("moe.experts", rows * moe.hidden_dim / local.etp, local)
+            yield from _compiled_swiglu("moe.experts", rows * moe.hidden_dim / local.etp, local, operand)
             if moe.num_shared_experts:
-                yield from _compiled_swiglu("moe.shared_experts", local.tokens * moe.shared_dim / local.tp, local)
+                yield from _compiled_swiglu(
+                    "moe.shared_experts", local.tokens * moe.shared_dim / local.tp, local, operand
+                )
         case _:
             assert_never(block.feed_forward)
 

@@ -38,6 +38,10 @@ class Local:
     seq_len: int  # keys that a query of materialised attention has a score for, 0 where a kernel keeps no scores
     recompute_attention: bool  # attention's forward runs again in backward, so that nothing inside it is kept
     dropout: bool
+    operand_bytes: (
+        float  # of an element that fused kernels keep as a product's input: 8 bits where the product is in 8 bits
+    )
+    query_key_norms: bool
     norm_kernel: bool  # eager norms keep their input as it is
     capacity_factor: float | None
     imbalance: float  # rows that the busiest expert rank gets over the mean
@@ -86,11 +90,25 @@ def local(plan: Plan, program: Program, imbalance: float) -> Local:
         seq_len=plan.batch.seq_len if program.attention == "materialised" else 0,
         recompute_attention=program.recompute_attention,
         dropout=program.dropout,
+        operand_bytes=_operand_bytes(plan),
+        query_key_norms=program.query_key_norms,
         norm_kernel=program.norm_kernel,
         capacity_factor=plan.expert_parallel.capacity_factor,
         imbalance=imbalance,
         device=plan.cluster.gpu.device,
     )
+
+
+def _operand_bytes(plan: Plan) -> float:
+    match plan.float8.recipe:
+        case None:
+            return BYTES[plan.fsdp.param_dtype]
+        case "mxfp8":
+            return 1 + 1 / 32  # a scale of one byte for 32 elements
+        case "tensorwise" | "rowwise" | "rowwise_with_gw_hp":
+            return 1.0
+        case _:
+            assert_never(plan.float8.recipe)
 
 
 def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
