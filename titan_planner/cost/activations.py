@@ -264,20 +264,25 @@ def _routed(moe: Moe, local: Local) -> Iterator[Saved]:
 def _compiled(block: Block, local: Local) -> Iterator[Saved]:
     columns = heads(block.attention, local)
     stream, size, tokens = local.stream_bytes, local.itemsize, local.tokens
+    # What only casts to 8 bits read is made again, unless it was gathered.
+    recast = local.recast if not local.sequence_parallel else local.recast & {"w2"}
+    operand = 0.0 if "w2" in recast else float(size)
     yield Saved("the block's input", stream)
     yield Saved("attention_norm: reciprocal roots", local.stream_tokens * 4)
-    yield Saved("attention: input of wq, wk and wv", tokens * local.dim * size)
+    if "attention" not in recast:
+        yield Saved("attention: input of wq, wk and wv", tokens * local.dim * size)
     yield from _attention_core(columns, local)
     # The sum after attention is computed again from this and the block's input; a mixture's norm saves the sum itself.
     yield Saved("attention's contribution to the stream", stream)
     yield Saved("ffn_norm: reciprocal roots", local.stream_tokens * 4)
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
-            yield Saved("feed_forward: input of w1 and w3", tokens * local.dim * size)
-            yield from _compiled_swiglu("feed_forward", tokens * hidden / local.tp, local)
+            if "feed_forward" not in recast:
+                yield Saved("feed_forward: input of w1 and w3", tokens * local.dim * size)
+            yield from _compiled_swiglu("feed_forward", tokens * hidden / local.tp, local, operand)
         case Mlp(hidden_dim=hidden):
             yield Saved("feed_forward: input of w1", tokens * local.dim * size)
-            yield from _mlp("feed_forward", tokens * hidden / local.tp, local)
+            yield from _mlp("feed_forward", tokens * hidden / local.tp, local, operand)
         case Moe() as moe:
             if moe.num_shared_experts or size == 4:
                 yield Saved("moe: tokens", tokens * local.dim * size)
