@@ -363,3 +363,11 @@ def test_compiled_products_in_8_bits_keep_what_is_not_cast_again() -> None:
     )
     plans = (planned(llama("medium", layers=1), compile=compiled, float8=section) for section in sections)
     check(*plans, hooks=True, timeout=500.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.0, 0.7, 0.9, 0.99, 1.0])
+def test_a_budget_of_the_compiler_is_used_in_steps(budget: float) -> None:
+    compiled = Compile(enable=True, components=("model",), backend="aot_eager_decomp_partition")
+    policy = replace(KEEP_ALL, name="memory_budget", mode="memory_budget", memory_budget=budget)
+    check(planned(llama("medium", layers=1), policy=policy, compile=compiled), hooks=True, timeout=200.0)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from titan_planner.cost.local import Heads, Local, heads
+from titan_planner.cost.local import EVERY_PRODUCT, Heads, Local, heads
 from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches
 from titan_planner.ir.model import Attention, Block, FeedForward, Mlp, Moe, SwiGlu
@@ -75,13 +75,26 @@ def block_saved(block: Block, local: Local, policy: CheckpointPolicy, number: in
         case "selective":
             return (entering, *_selected(block, local, policy, number))
         case "memory_budget":
-            # The compiler's budget is a part of what lies between full and none (torch._functorch.config).
             assert policy.memory_budget is not None
-            least = local.stream_bytes
-            more = policy.memory_budget * max(0.0, total(everything(block, local)) - least)
-            return (entering, Saved(f"chosen by the compiler within its budget of {policy.memory_budget:g}", more))
+            kept = _within_budget(block, local, policy.memory_budget)
+            return (entering, Saved(f"chosen by the compiler within its budget of {policy.memory_budget:g}", kept))
         case _:
             assert_never(policy.mode)
+
+
+def _within_budget(block: Block, local: Local, budget: float) -> float:
+    """Bytes beside the block's input that torch's compiler keeps, whose budget is a part of what lies between full and none.
+
+    Below 1 it first makes again what can be made from what it keeps anyway, the inputs of products above all, whatever part of
+    the budget that leaves unused; only if this exceeds the budget it chooses op by op
+    (torch/_functorch/partitioners.py, choose_saved_values_set).
+    """
+    most = total(everything(block, local)) - local.stream_bytes
+    if budget < 1 and local.kernels == "compiled":
+        without = total(everything(block, replace(local, recast=EVERY_PRODUCT))) - local.stream_bytes
+        if without < budget * most:
+            return without
+    return budget * max(0.0, most)
 
 
 @functools.lru_cache(maxsize=4096)

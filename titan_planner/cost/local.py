@@ -27,6 +27,7 @@ _LINEARS: dict[Product, tuple[str, ...]] = {
     "feed_forward": ("feed_forward.w1", "feed_forward.w3"),
     "w2": ("feed_forward.w2",),
 }
+EVERY_PRODUCT: frozenset[Product] = frozenset(_LINEARS)
 
 
 @dataclass(frozen=True, slots=True)
