@@ -277,7 +277,8 @@ def _sharding_program(row: Row, fsdp: bool, cluster: Cluster, assume: list[str])
             return replace(COMPOSER, float8_products=1.0), False
         # Tables of Blackwell, and of TorchTitan's graph trainer, are of torch 2.9 and later.
         recent = _is_blackwell(cluster) or re.search(r"graph_trainer|toolkit", row.text("compile")) is not None
-        program = replace(TORCHTITAN, norm_kernel=recent, returns_outputs=not recent)
+        early = "june 2024" in row.text("recompute").casefold()
+        program = replace(TORCHTITAN, norm_kernel=recent, returns_outputs=not recent, wide_logits=early)
         if row.count("parallelism.zero_stage") == 2 and not row.text("overlap.reshard_after_forward"):
             program = replace(program, name="zero2", data_policy="zero2", executable=False)
         return replace(program, graphs=graphs), compiled
