@@ -26,7 +26,7 @@ from titan_planner.cost.activations import block_saved, embedding_saved, final_n
 from titan_planner.cost.local import BALANCED, local, loss_kernels
 from titan_planner.cost.loss import loss_bytes
 from titan_planner.cost.program import TITAN
-from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy, Compile, Loss
+from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy, Compile, Float8, Float8Recipe, Loss
 from titan_planner.ir.model import Block, Blocks, Gqa, Model, RmsNorm, Rope, SwiGlu
 from titan_planner.ir.parallel import ContextParallel, Mesh, TensorParallel
 from titan_planner.ir.plan import Plan
@@ -159,6 +159,7 @@ def measured(plan: Plan, *, hooks: bool = False) -> tuple[int, int | None]:
     from titan_runtime.apply.compile import apply_compile, compiled_loss
     from titan_runtime.apply.context import apply_context
     from titan_runtime.apply.experts import apply_experts
+    from titan_runtime.apply.float8 import apply_float8
     from titan_runtime.apply.fsdp import DTYPES
     from titan_runtime.apply.tensor import apply_tensor
     from titan_runtime.loss import loss_function
@@ -172,6 +173,7 @@ def measured(plan: Plan, *, hooks: bool = False) -> tuple[int, int | None]:
     apart = plan.mesh.ep * plan.mesh.tp > 1 and any(fqn.endswith("experts") for fqn, _ in module.named_modules())
     apply_experts(module, plan, world, build_expert_mesh(plan.mesh, "cpu") if apart else None)
     apply_tensor(module, plan, world)
+    apply_float8(module, plan)
     apply_checkpointing(module, plan)
     apply_compile(module, plan)
     module.to_empty(device="cpu")
@@ -329,3 +331,43 @@ def test_compiled_blocks_keep_what_the_partitioner_chooses(size: str) -> None:
     compiled = Compile(enable=True, components=("model",), backend="aot_eager_decomp_partition")
     plans = (planned(llama(size, layers=1), None, "bfloat16", p, compile=compiled) for p in (KEEP_ALL, SELECTIVE))
     check(*plans, hooks=True, timeout=500.0)
+
+
+ATTENTION_LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+FEED_FORWARD_LINEARS = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+
+
+def in_8_bits(recipe: Float8Recipe, linears: Sequence[str]) -> Float8:
+    """`linears` of the first layer computed in 8 bits, by emulation."""
+    return Float8(
+        recipe=recipe,
+        converted=tuple(f"layers.0.{name}" for name in linears),
+        skipped=(),
+        enable_fsdp_float8_all_gather=False,
+        precompute_float8_dynamic_scale_for_fsdp=False,
+        emulate=True,
+    )
+
+
+@pytest.mark.slow
+def test_compiled_products_in_8_bits_keep_what_is_not_cast_again() -> None:
+    compiled = Compile(enable=True, components=("model",), backend="aot_eager_decomp_partition")
+    everything = (*ATTENTION_LINEARS, *FEED_FORWARD_LINEARS)
+    sections = (
+        in_8_bits("rowwise", everything),
+        in_8_bits("tensorwise", everything),
+        # The gradients of weights are computed in bfloat16 here.
+        in_8_bits("rowwise_with_gw_hp", everything),
+        # wk and wv read attention's input as it is.
+        in_8_bits("rowwise", ("attention.wq", "attention.wo", *FEED_FORWARD_LINEARS)),
+    )
+    plans = (planned(llama("medium", layers=1), compile=compiled, float8=section) for section in sections)
+    check(*plans, hooks=True, timeout=500.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.0, 0.7, 0.9, 0.99, 1.0])
+def test_a_budget_of_the_compiler_is_used_in_steps(budget: float) -> None:
+    compiled = Compile(enable=True, components=("model",), backend="aot_eager_decomp_partition")
+    policy = replace(KEEP_ALL, name="memory_budget", mode="memory_budget", memory_budget=budget)
+    check(planned(llama("medium", layers=1), policy=policy, compile=compiled), hooks=True, timeout=200.0)

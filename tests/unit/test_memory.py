@@ -18,6 +18,7 @@ from titan_planner.ir.inventory import num_params
 from titan_planner.ir.model import Block, Blocks, Gqa, Model, Moe, RmsNorm, Rope, SwiGlu
 from titan_planner.ir.parallel import FsdpUnit, Mesh
 from titan_planner.ir.plan import Plan
+from titan_planner.rules import feasibility
 
 LLAMA = """\
 spec_version: 1
@@ -276,3 +277,27 @@ def test_deepspeeds_optimizers_hold_further_gradients() -> None:
     assert update.parameters + update.gradients + update.optimizer == (2 + 4 + 12 / 2) * count
     assert (block.unsharded, update.unsharded) == (2 * count, 0)
     assert embedding.unsharded == 2 * count + 4 * 1024 * 512
+
+
+def test_logits_that_a_model_hands_out_in_float32_stay_through_the_step() -> None:
+    plan = compile_text(LLAMA)
+    early = Program(wide_logits=True)
+    for moment in ("loss", "output's backward", "first block's backward", "embedding's backward"):
+        more = parts(plan, moment, program=early).logits - parts(plan, moment).logits
+        assert more == 4 * 8192 * 128256
+
+
+def test_what_an_update_holds_decides_whether_a_model_can_fit() -> None:
+    plan = compile_text(LLAMA)
+    state = 16 * num_params(plan.model) / 8 / 2**30
+    gpu = plan.cluster.gpu
+
+    def on(memory_gib: float) -> Plan:
+        return replace(plan, cluster=replace(plan.cluster, gpu=replace(gpu, memory_gib=memory_gib)))
+
+    assert feasibility(on(state * 1.01)) is None
+    complaint = feasibility(on(state * 0.99))
+    # At its fullest moment, the loss, this plan holds no gradients: parameters and moments alone would fit.
+    assert complaint is not None and "gradients 3.7 + optimizer 7.5" in complaint.message
+    assert parts(plan, "loss").gradients == 0
+    assert feasibility(replace(on(1.0), fsdp=replace(plan.fsdp, cpu_offload=True))) is None

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from titan_planner.cost.local import Heads, Local, heads
+from titan_planner.cost.local import EVERY_PRODUCT, Heads, Local, heads
 from titan_planner.ir.execution import CheckpointPolicy
 from titan_planner.ir.fqn import matches
 from titan_planner.ir.model import Attention, Block, FeedForward, Mlp, Moe, SwiGlu
@@ -75,13 +75,26 @@ def block_saved(block: Block, local: Local, policy: CheckpointPolicy, number: in
         case "selective":
             return (entering, *_selected(block, local, policy, number))
         case "memory_budget":
-            # The compiler's budget is a part of what lies between full and none (torch._functorch.config).
             assert policy.memory_budget is not None
-            least = local.stream_bytes
-            more = policy.memory_budget * max(0.0, total(everything(block, local)) - least)
-            return (entering, Saved(f"chosen by the compiler within its budget of {policy.memory_budget:g}", more))
+            kept = _within_budget(block, local, policy.memory_budget)
+            return (entering, Saved(f"chosen by the compiler within its budget of {policy.memory_budget:g}", kept))
         case _:
             assert_never(policy.mode)
+
+
+def _within_budget(block: Block, local: Local, budget: float) -> float:
+    """Bytes beside the block's input that torch's compiler keeps, whose budget is a part of what lies between full and none.
+
+    Below 1 it first makes again what can be made from what it keeps anyway, the inputs of products above all, whatever part of
+    the budget that leaves unused; only if this exceeds the budget it chooses op by op
+    (torch/_functorch/partitioners.py, choose_saved_values_set).
+    """
+    most = total(everything(block, local)) - local.stream_bytes
+    if budget < 1 and local.kernels == "compiled":
+        without = total(everything(block, replace(local, recast=EVERY_PRODUCT))) - local.stream_bytes
+        if without < budget * most:
+            return without
+    return budget * max(0.0, most)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,6 +198,8 @@ def _eager_attention(columns: Heads, local: Local) -> Iterator[Saved]:
 def _attention_core(columns: Heads, local: Local) -> Iterator[Saved]:
     """Of the attention proper, with wo's input, which is its result."""
     tokens, size = local.tokens, local.itemsize
+    if local.query_key_norms:
+        yield Saved("attention: queries and keys before their norms", tokens * (columns.queries + columns.keys) * size)
     yield Saved("attention: rotated queries", tokens * columns.queries * size)
     yield Saved("attention: rotated keys", tokens * columns.keys * size)
     yield Saved("attention: values", tokens * columns.keys * size)
@@ -222,10 +237,10 @@ def _eager_swiglu(name: str, hidden: float, local: Local) -> Iterator[Saved]:
         yield Saved(f"{name}: {what}", hidden * local.itemsize)
 
 
-def _mlp(name: str, hidden: float, local: Local) -> Iterator[Saved]:
+def _mlp(name: str, hidden: float, local: Local, operand: float | None = None) -> Iterator[Saved]:
     """Without a gate: what the activation's backward reads (its argument, or relu's result), and w2's input."""
-    for what in ("argument of the activation", "input of w2"):
-        yield Saved(f"{name}: {what}", hidden * local.itemsize)
+    yield Saved(f"{name}: argument of the activation", hidden * local.itemsize)
+    yield Saved(f"{name}: input of w2", hidden * (local.itemsize if operand is None else operand))
 
 
 def _routed(moe: Moe, local: Local) -> Iterator[Saved]:
@@ -262,20 +277,25 @@ def _routed(moe: Moe, local: Local) -> Iterator[Saved]:
 def _compiled(block: Block, local: Local) -> Iterator[Saved]:
     columns = heads(block.attention, local)
     stream, size, tokens = local.stream_bytes, local.itemsize, local.tokens
+    # What only casts to 8 bits read is made again, unless it was gathered.
+    recast = local.recast if not local.sequence_parallel else local.recast & {"w2"}
+    operand = 0.0 if "w2" in recast else float(size)
     yield Saved("the block's input", stream)
     yield Saved("attention_norm: reciprocal roots", local.stream_tokens * 4)
-    yield Saved("attention: input of wq, wk and wv", tokens * local.dim * size)
+    if "attention" not in recast:
+        yield Saved("attention: input of wq, wk and wv", tokens * local.dim * size)
     yield from _attention_core(columns, local)
     # The sum after attention is computed again from this and the block's input; a mixture's norm saves the sum itself.
     yield Saved("attention's contribution to the stream", stream)
     yield Saved("ffn_norm: reciprocal roots", local.stream_tokens * 4)
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
-            yield Saved("feed_forward: input of w1 and w3", tokens * local.dim * size)
-            yield from _compiled_swiglu("feed_forward", tokens * hidden / local.tp, local)
+            if "feed_forward" not in recast:
+                yield Saved("feed_forward: input of w1 and w3", tokens * local.dim * size)
+            yield from _compiled_swiglu("feed_forward", tokens * hidden / local.tp, local, operand)
         case Mlp(hidden_dim=hidden):
             yield Saved("feed_forward: input of w1", tokens * local.dim * size)
-            yield from _mlp("feed_forward", tokens * hidden / local.tp, local)
+            yield from _mlp("feed_forward", tokens * hidden / local.tp, local, operand)
         case Moe() as moe:
             if moe.num_shared_experts or size == 4:
                 yield Saved("moe: tokens", tokens * local.dim * size)
@@ -286,35 +306,45 @@ def _compiled(block: Block, local: Local) -> Iterator[Saved]:
             assert_never(block.feed_forward)
 
 
-def _compiled_swiglu(name: str, hidden: float, local: Local) -> Iterator[Saved]:
-    for what in ("w1's result", "w3's result", "input of w2"):
+def _compiled_swiglu(name: str, hidden: float, local: Local, operand: float | None = None) -> Iterator[Saved]:
+    for what in ("w1's result", "w3's result"):
         yield Saved(f"{name}: {what}", hidden * local.itemsize)
+    yield Saved(f"{name}: input of w2", hidden * (local.itemsize if operand is None else operand))
 
 
 # ------------------------------------------------------------------ fused
 
 
 def _fused(block: Block, local: Local) -> Iterator[Saved]:
-    """Norms keep their input and their result as this rank holds it; a matmul gathers its input again in backward."""
+    """Norms keep their input and their result as this rank holds it; a matmul gathers its input again in backward.
+
+    In 8 bits a product's input is kept as it was cast (Transformer Engine, pytorch/module/linear.py), beside the result of
+    attention, which attention's own backward reads.
+    """
+    operand = local.operand_bytes
     columns = heads(block.attention, local)
     for name in ("attention_norm", "ffn_norm"):
         yield Saved(f"{name}: input", local.stream_bytes)
-        yield Saved(f"{name}: result, input of the matmuls", local.stream_bytes)
+        yield Saved(f"{name}: result, input of the matmuls", local.stream_tokens * local.dim * operand)
         yield Saved(f"{name}: reciprocal roots", local.stream_tokens * 4)
     yield from _attention_core(columns, local)
+    if operand < local.itemsize:
+        yield Saved("attention: input of wo in 8 bits", local.tokens * columns.queries * operand)
     match block.feed_forward:
         case SwiGlu(hidden_dim=hidden):
-            yield from _compiled_swiglu("feed_forward", local.tokens * hidden / local.tp, local)
+            yield from _compiled_swiglu("feed_forward", local.tokens * hidden / local.tp, local, operand)
         case Mlp(hidden_dim=hidden):
-            yield from _mlp("feed_forward", local.tokens * hidden / local.tp, local)
+            yield from _mlp("feed_forward", local.tokens * hidden / local.tp, local, operand)
         case Moe() as moe:
             rows, sent = local.expert_rows(moe), local.sent_rows(moe)
             yield Saved("moe.router: scores and choices", local.routing_tokens * (moe.num_experts * 8 + moe.top_k * 12))
-            yield Saved("moe.experts: rows", rows * local.dim * local.itemsize)
+            yield Saved("moe.experts: rows", rows * local.dim * operand)
             yield Saved("moe.experts: results", sent * local.dim * local.itemsize)
-            yield from _compiled_swiglu("moe.experts", rows * moe.hidden_dim / local.etp, local)
+            yield from _compiled_swiglu("moe.experts", rows * moe.hidden_dim / local.etp, local, operand)
             if moe.num_shared_experts:
-                yield from _compiled_swiglu("moe.shared_experts", local.tokens * moe.shared_dim / local.tp, local)
+                yield from _compiled_swiglu(
+                    "moe.shared_experts", local.tokens * moe.shared_dim / local.tp, local, operand
+                )
         case _:
             assert_never(block.feed_forward)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal, TypeAlias, assert_never
 
 from titan_planner.cost.program import Program
+from titan_planner.ir.execution import Float8
+from titan_planner.ir.fqn import matches
 from titan_planner.ir.model import Attention, Gqa, Moe
 from titan_planner.ir.plan import Plan
 
@@ -15,6 +17,17 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 BALANCED = 1.0
 """Expert imbalance: every rank gets as many tokens as the mean. Real routing exceeds it; see `worst_imbalance`."""
+
+
+Product: TypeAlias = Literal["attention", "feed_forward", "w2"]
+"""A product's input: of wq, wk and wv; of w1 and w3; of w2."""
+
+_LINEARS: dict[Product, tuple[str, ...]] = {
+    "attention": ("attention.wq", "attention.wk", "attention.wv"),
+    "feed_forward": ("feed_forward.w1", "feed_forward.w3"),
+    "w2": ("feed_forward.w2",),
+}
+EVERY_PRODUCT: frozenset[Product] = frozenset(_LINEARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +51,11 @@ class Local:
     seq_len: int  # keys that a query of materialised attention has a score for, 0 where a kernel keeps no scores
     recompute_attention: bool  # attention's forward runs again in backward, so that nothing inside it is kept
     dropout: bool
+    operand_bytes: (
+        float  # of an element that fused kernels keep as a product's input: 8 bits where the product is in 8 bits
+    )
+    recast: frozenset[Product]  # whose inputs a compiled backward casts again instead of keeping them
+    query_key_norms: bool
     norm_kernel: bool  # eager norms keep their input as it is
     capacity_factor: float | None
     imbalance: float  # rows that the busiest expert rank gets over the mean
@@ -86,11 +104,39 @@ def local(plan: Plan, program: Program, imbalance: float) -> Local:
         seq_len=plan.batch.seq_len if program.attention == "materialised" else 0,
         recompute_attention=program.recompute_attention,
         dropout=program.dropout,
+        operand_bytes=_operand_bytes(plan),
+        recast=_recast(plan.float8, plan.model.num_layers // 2),
+        query_key_norms=program.query_key_norms,
         norm_kernel=program.norm_kernel,
         capacity_factor=plan.expert_parallel.capacity_factor,
         imbalance=imbalance,
         device=plan.cluster.gpu.device,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _recast(float8: Float8, number: int) -> frozenset[Product]:
+    """Inputs that only casts to 8 bits read in backward, as block `number` has them: all that read one must be converted, and
+    compute the weight's gradient in 8 bits. MXFP8's casts are kernels of their own, which compilers do not look into."""
+    if float8.recipe not in ("tensorwise", "rowwise"):
+        return frozenset()
+    return frozenset(
+        product
+        for product, linears in _LINEARS.items()
+        if all(any(matches(s, f"layers.{number}.{linear}") for s in float8.converted) for linear in linears)
+    )
+
+
+def _operand_bytes(plan: Plan) -> float:
+    match plan.float8.recipe:
+        case None:
+            return BYTES[plan.fsdp.param_dtype]
+        case "mxfp8":
+            return 1 + 1 / 32  # a scale of one byte for 32 elements
+        case "tensorwise" | "rowwise" | "rowwise_with_gw_hp":
+            return 1.0
+        case _:
+            assert_never(plan.float8.recipe)
 
 
 def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:

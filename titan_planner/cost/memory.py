@@ -394,7 +394,7 @@ class _Rank:
             else None,
             # All chunks, and what they are put together in.
             Moment("outputs together", self._at(static, 0.0, 2 * returned, self._all_gradients(), "loss"))
-            if returned
+            if returned and self.plan.mesh.pp > 1
             else None,
             Moment("optimizer", self._at_update(static)),
         ]
@@ -451,8 +451,10 @@ class _Rank:
         )
 
     def _returned(self) -> float:
-        """Logits of all microbatches, where the program has a pipeline return its outputs."""
-        if self.plan.mesh.pp == 1 or not self.program.returns_outputs:
+        """Logits that stay: of all microbatches, where the program has a pipeline return its outputs; float32 ones."""
+        if self.plan.mesh.pp == 1:
+            return 4.0 * self.sizes.tokens * self.sizes.vocab if self.program.wide_logits else 0.0
+        if not self.program.returns_outputs:
             return 0.0
         return float(self.plan.pipeline.microbatches * self.sizes.tokens * self.sizes.vocab * self.sizes.itemsize)
 

@@ -50,9 +50,13 @@ class Program:
     dropout: bool = False  # after attention, feed-forward and embedding, and of materialised attention's scores
     loss_copies: int = 0  # of the logits in float32 that a fused loss makes: Megatron-LM's own one, compiled two
     dtensor_loss: bool = False  # loss parallel by torch's own handlers of DTensor (TorchTitan), not by this runtime's
+    query_key_norms: bool = False  # the model norms queries and keys, for which plans have no layer kind (Qwen 3)
     norm_kernel: bool = False  # eager norms are one kernel, which keeps its input as it is (torch from 2.9 on)
     keeps_outputs: bool = True  # a pipeline's stage keeps what it hands on until its backward (Megatron-LM empties it)
     returns_outputs: bool = False  # a pipeline hands out the logits of all microbatches (torch's default)
+    wide_logits: bool = (
+        False  # the model hands out logits in float32, which stay through the step (TorchTitan to Oct. 2024)
+    )
     backward_gradient_bytes: int = 0  # of a further gradient of every weight, from its backward until it is added up
     update_gradient_bytes: int = 0  # of a copy of the gradients that are updated with, sharded with the optimizer
     overlap_gradients: bool = True  # gradient reduction overlaps with backward
