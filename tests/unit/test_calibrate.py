@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,3 +164,14 @@ def test_other_efficiencies_change_nothing_but_the_estimate() -> None:
     plan = plans()[0]
     changed = with_efficiency(plan, replace(plan.cluster.gpu.efficiency, matmul=0.3))
     assert digest(changed) == digest(plan)
+
+
+def test_without_scipy_the_extra_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    folder = finished_run(tmp_path / "run", plans()[0], 2000.0)
+    assert main(["calibrate", str(folder), "--cluster", str(tmp_path / "c.yaml")]) == 1
+    said = capsys.readouterr().err
+    assert "fitting needs SciPy" in said
+    assert "titan-planner[calibrate]" in said
