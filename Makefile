@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint types goldens schemas wheel-test clean
+.PHONY: help setup demo test test-slow lint types goldens schemas wheel-test clean
 
 help:
 	@echo "make demo     compile a spec into a plan, explain it, and train a small Llama on real text with 4 ranks"
 	@echo "make test     lint, types and the test suite"
+	@echo "make test-slow  tests that take minutes each; CI runs them too"
 	@echo "make goldens  compile plans/*/spec.yaml anew, for review"
 	@echo "make schemas  generate schemas/ from the types"
 	@echo "make clean    remove .venv and everything that runs have written"
@@ -30,7 +31,11 @@ demo: setup
 
 test: setup lint types
 	@echo "Running the test suite"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: setup
+	@echo "Running the slow tests"
+	@$(BIN)/python -m pytest -q -m slow
 
 lint: setup
 	@echo "Checking style"

@@ -290,3 +290,29 @@ ROWS: tuple[Row, ...] = (
     Row("experts, dp 8 with ep 2, all but experts resharded to 4", {"dp_shard": 8}, {
         "fsdp_reshard_after_forward": 4, "expert_parallel_degree": 2}, {"model": MOE}),
 )  # fmt: skip
+
+MORE = frozenset(
+    {
+        "pp 2 actions of the plan, loss in 4 chunks",
+        "pp 2 x dp 2 ZBVZeroBubble, loss in 4 chunks",
+        "pp 2 x tp 2 InterleavedZeroBubble, loss in 4 chunks",
+        "pp 2 x tp 2, no loss parallel, loss in 4 chunks",
+        "pp 2 x cp 2, loss in 4 chunks",
+        "pp 2 DualPipeV, loss in 4 chunks",
+        "pp 2 x dp 2 ZBVZeroBubble, tied weights",
+        "pp 4 ZBVZeroBubble, tied weights",
+        "pp 2 x tp 2 ZBVZeroBubble, tied weights",
+        "pp 2 DualPipeV, tied weights",
+        "tp 4, KV heads twice, no sequence parallel, full, compiled",
+        "ddp 2 x tp 2, checkpointing full, compiled",
+        "pp 2 InterleavedZeroBubble, compiled",
+        "pp 2 ZBVZeroBubble, compiled",
+        "pp 2 x tp 2 ZBVZeroBubble, checkpointing full, compiled",
+        "pp 2 x tp 2 DualPipeV, a memory budget, compiled",
+        "tp 2 x dp 2, every second block computed again, compiled",
+        "cp 2 x dp 2, resharded to 2",
+        "hsdp 2x4, resharded to 2",
+        "experts, dp 8 with ep 2, all but experts resharded to 4",
+    }
+)
+"""Rows that show what others do, in one more combination: marked slow, run by CI and not by `make test`."""

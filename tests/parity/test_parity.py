@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from tests.harness import RanksFailed, run_ranks
-from tests.parity.rows import ROWS, Row
+from tests.parity.rows import MORE, ROWS, Row
 from tests.parity.runner import compile_row, run_rows
 from tests.parity.suite import BY_NAME, CPU, Outcome, check, check_same_bits, run_suite, show
 from titan_planner.ir.verify import verify
@@ -32,7 +32,9 @@ def results(request) -> Iterator[dict[str, Outcome]]:
     show(request, ROWS, found)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (row.name in MORE)) for row in ROWS]
+)
 def test_row(row: Row, results) -> None:
     check(results[row.name], CPU)
     if row.same_bits_as is not None:
@@ -48,3 +50,7 @@ def test_split_backward_with_resharding_would_lose_every_weight_gradient() -> No
     assert "pp-split-backward-reshard" in {complaint.rule for complaint in verify(resharding)}
     with pytest.raises(RanksFailed, match="ZBVZeroBubble computed no gradient of layers"):
         run_ranks(run_rows, row.ranks, [(resharding, False)], timeout=60, process_group=False)
+
+
+def test_every_row_that_is_marked_slow_exists() -> None:
+    assert {row.name for row in ROWS} >= MORE
