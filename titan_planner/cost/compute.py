@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from titan_planner.cost.ops import (
@@ -18,6 +18,7 @@ from titan_planner.cost.ops import (
 )
 from titan_planner.cost.program import Attention
 from titan_planner.cost.roofline import (
+    CASTS,
     MatmulSeconds,
     Precision,
     attention_seconds,
@@ -98,7 +99,9 @@ class Kernels:
     """What decides how fast an op runs, beside its shape."""
 
     gpu: Gpu
+    base: Precision  # of everything else: bf16 or float32
     precision: Precision  # of the converted linears
+    emulated: bool  # 8-bit values in products of the base's precision
     fused_casts: bool
     float8_products: float  # of the 8-bit rate that the GPU's efficiency gives, what this program's kernels reach
     gradient_bytes: int
@@ -115,9 +118,16 @@ ATTENTION_SAVES = "_scaled_dot_product"
 
 @functools.lru_cache(maxsize=4096)
 def block_seconds(
-    block: Block, dim: int, shape: Shape, policy: CheckpointPolicy, converted: frozenset[str], kernels: Kernels
+    block: Block,
+    dim: int,
+    shape: Shape,
+    policy: CheckpointPolicy,
+    converted: frozenset[str],
+    kernels: Kernels,
+    forced: frozenset[str] = frozenset(),
 ) -> ModuleSeconds:
-    """One transformer block; `converted` are the linears in 8-bit, named below the block."""
+    """One transformer block; `converted` are the linears in 8-bit, `forced` those whose shapes are always recomputed,
+    named below the block."""
     ops = block_ops(block, dim, shape)
     forward = _Clock(kernels)
     to_input, to_weight = _Clock(kernels), _Clock(kernels)
@@ -132,12 +142,14 @@ def block_seconds(
         # The compiler's own choice: the cheapest ops first, so less time than bytes; taken as in proportion.
         assert policy.memory_budget is not None
         share = 1.0 - policy.memory_budget
-    for op in recomputed(ops, policy, kernels):
+    for op in recomputed(ops, policy, kernels, forced):
         again.run(op, converted)
     return ModuleSeconds(forward.seconds(), again.seconds() * share, to_input.seconds(), to_weight.seconds())
 
 
-def recomputed(ops: tuple[Op, ...], policy: CheckpointPolicy, kernels: Kernels) -> tuple[Op, ...]:
+def recomputed(
+    ops: tuple[Op, ...], policy: CheckpointPolicy, kernels: Kernels, forced: frozenset[str] = frozenset()
+) -> tuple[Op, ...]:
     """The ops of a block's forward that backward runs again under `policy`."""
     match policy.mode:
         case "none":
@@ -145,7 +157,7 @@ def recomputed(ops: tuple[Op, ...], policy: CheckpointPolicy, kernels: Kernels) 
         case "full" | "memory_budget":
             return ops if not kernels.early_stop else _until_last_saved(ops)
         case "selective":
-            return tuple(_not_saved(ops, policy, kernels))
+            return tuple(_not_saved(ops, policy, kernels, forced))
         case _:
             assert_never(policy.mode)
 
@@ -156,11 +168,13 @@ def _until_last_saved(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     return ops[:last]
 
 
-def _not_saved(ops: tuple[Op, ...], policy: CheckpointPolicy, kernels: Kernels) -> Iterable[Op]:
+def _not_saved(ops: tuple[Op, ...], policy: CheckpointPolicy, kernels: Kernels, forced: frozenset[str]) -> Iterable[Op]:
     products = 0
     attention = any(ATTENTION_SAVES in name for name in policy.save_ops)
     grouped = any("grouped_mm" in name for name in policy.save_ops)
     plain = "aten.mm.default" in policy.save_ops
+    # As the runtime does: products are told by shape, those of a forced shape are no part of the count.
+    shapes = {(op.n, op.k) for op in ops if isinstance(op, Matmul) and op.name in forced}
     for op in _until_last_saved(ops):
         match op:
             case Mixing():
@@ -169,14 +183,15 @@ def _not_saved(ops: tuple[Op, ...], policy: CheckpointPolicy, kernels: Kernels) 
             case Elementwise():
                 if kernels.recompute_elementwise:
                     yield op
-            case Matmul(groups=1):
-                products += 1
-                dropped = policy.recompute_every_second_matmul and products % 2 == 0
-                forced = any(selector.endswith(op.name) for selector in policy.force_recompute_fqns)
-                if not plain or dropped or forced:
+            case Matmul(name=name) if ".experts." in name and ".shared_experts." not in name:
+                if not grouped:
                     yield op
             case Matmul():
-                if not grouped:
+                if (op.n, op.k) in shapes:
+                    yield op
+                    continue
+                products += 1
+                if not plain or (policy.recompute_every_second_matmul and products % 2 == 0):
                     yield op
             case _:
                 assert_never(op)
@@ -199,7 +214,7 @@ class _Clock:
                 parts[3] += took.forward_casts
                 self._launched += 1 + (3 if took.forward_casts else 0)
             case Mixing():
-                parts[1] += attention_seconds(op, kernels.gpu, kernels.attention)[0]
+                parts[1] += attention_seconds(op, kernels.gpu, kernels.attention, kernels.base == "float32")[0]
                 self._launched += 1
             case Elementwise():
                 parts[2] += elementwise_seconds(op, kernels.gpu)[0]
@@ -216,7 +231,7 @@ class _Clock:
                 parts[3] += took.backward_casts
                 self._launched += 1 + (2 if took.backward_casts else 0)
             case Mixing():
-                parts[1] += attention_seconds(op, kernels.gpu, kernels.attention)[1]
+                parts[1] += attention_seconds(op, kernels.gpu, kernels.attention, kernels.base == "float32")[1]
                 self._launched += 3
             case Elementwise():
                 parts[2] += elementwise_seconds(op, kernels.gpu)[1]
@@ -231,15 +246,33 @@ class _Clock:
 
     def _matmul(self, op: Matmul, converted: frozenset[str]) -> MatmulSeconds:
         kernels = self._kernels
-        precision: Precision = kernels.precision if op.name in converted else "bf16"
-        return matmul_seconds(
-            op, precision, kernels.gpu, kernels.fused_casts, kernels.gradient_bytes, kernels.float8_products
-        )
+        return linear_seconds(op, kernels.precision if op.name in converted else kernels.base, kernels)
 
     def seconds(self) -> Seconds:
         matmul, attention, memory, casts = self._parts
         host = self._launched * self._kernels.gpu.efficiency.launch_us * 1e-6 if self._kernels.launches else 0.0
         return Seconds(matmul, attention, memory, casts, max(0.0, host - sum(self._parts)))
+
+
+def linear_seconds(op: Matmul, precision: Precision, kernels: Kernels) -> MatmulSeconds:
+    """One linear under `kernels`. Emulated 8-bit values are rounded in passes of their own and multiplied as they were."""
+    took = matmul_seconds(
+        op, precision, kernels.gpu, kernels.fused_casts, kernels.gradient_bytes, kernels.float8_products
+    )
+    if not kernels.emulated or precision == kernels.base:
+        return took
+    base = matmul_seconds(op, kernels.base, kernels.gpu, False, kernels.gradient_bytes)
+    casts = CASTS[precision, False]
+    rate = memory_rate(kernels.gpu) / EMULATION_PASSES
+    return replace(
+        base,
+        forward_casts=(casts.input * op.m * op.k + casts.weight * op.groups * op.n * op.k) / rate,
+        backward_casts=casts.gradient * op.m * op.n / rate,
+    )
+
+
+EMULATION_PASSES = 3.0
+"""Passes of an emulated cast over a fused one: scale, round to 8 bits, widen again (torchao's emulation, op by op)."""
 
 
 # Bytes per logit that the loss moves, forward and backward: eager widens to float32 (read 2 write 4), log-softmax (4, 4),
@@ -260,15 +293,8 @@ def head_seconds(
     kernels: Kernels,
 ) -> ModuleSeconds:
     """Final norm, output projection on `local_vocab` rows, and the loss of `loss_vocab` logits a token."""
-    gpu, rate = kernels.gpu, memory_rate(kernels.gpu)
-    product = matmul_seconds(
-        Matmul("output", shape.tokens, local_vocab, dim),
-        precision,
-        gpu,
-        kernels.fused_casts,
-        kernels.gradient_bytes,
-        kernels.float8_products,
-    )
+    rate = memory_rate(kernels.gpu)
+    product = linear_seconds(Matmul("output", shape.tokens, local_vocab, dim), precision, kernels)
     logits = float(shape.tokens * loss_vocab)
     there, back = _LOSS_BYTES[loss_fusion]
     norm = shape.stream_tokens * dim

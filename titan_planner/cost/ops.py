@@ -17,7 +17,7 @@ from titan_planner.ir.plan import Plan
 Fusion: TypeAlias = Literal["eager", "compiled", "fused"]
 
 ELEMENT_BYTES = 2
-"""Activations are bfloat16 on every GPU that is priced."""
+"""What the tables below count by: bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,9 @@ class Shape:
     kv_replicas: int = 1
     sequence_parallel: bool = False
     fusion: Fusion = "compiled"
-    imbalance: float = 1.0  # tokens of the busiest expert rank over the mean
+    load: float = 1.0  # rows of the busiest expert rank over what tokens x top_k make in the mean
+    causal_skew: float = 1.0  # pairs of the rank that has most of them over the mean
+    element_bytes: int = 2  # of activations
 
     @property
     def stream_tokens(self) -> float:
@@ -136,8 +138,9 @@ _ROUTE: dict[Fusion, _Traffic] = {
 }
 
 
-def _elementwise(name: str, traffic: dict[Fusion, _Traffic], fusion: Fusion, elements: float) -> Elementwise:
-    row = traffic[fusion]
+def _elementwise(name: str, traffic: dict[Fusion, _Traffic], shape: Shape, elements: float) -> Elementwise:
+    row = traffic[shape.fusion]
+    elements *= shape.element_bytes / ELEMENT_BYTES
     return Elementwise(name, row.forward * elements, row.backward * elements, row.forward_kernels, row.backward_kernels)
 
 
@@ -146,12 +149,12 @@ def block_ops(block: Block, dim: int, shape: Shape) -> tuple[Op, ...]:
     """Forward of one block, in order."""
     stream = shape.stream_tokens * dim
     return (
-        _elementwise("attention_norm", _NORM, shape.fusion, stream),
+        _elementwise("attention_norm", _NORM, shape, stream),
         *_attention_ops(block.attention, dim, shape),
-        _elementwise("attention_residual", _RESIDUAL, shape.fusion, stream),
-        _elementwise("ffn_norm", _NORM, shape.fusion, stream),
+        _elementwise("attention_residual", _RESIDUAL, shape, stream),
+        _elementwise("ffn_norm", _NORM, shape, stream),
         *_feed_forward_ops(block.feed_forward, dim, shape),
-        _elementwise("ffn_residual", _RESIDUAL, shape.fusion, stream),
+        _elementwise("ffn_residual", _RESIDUAL, shape, stream),
     )
 
 
@@ -176,8 +179,13 @@ def _attention_ops(attention: Attention, dim: int, shape: Shape) -> tuple[Op, ..
                 projections = (Matmul("attention.wq", shape.tokens, q + 2 * kv, dim),)
             return (
                 *projections,
-                _elementwise("rope", _ROPE, shape.fusion, float(shape.tokens * (q + kv))),
-                Mixing(causal_pairs(shape.tokens, shape.seq_len), heads, attention.head_dim, attention.head_dim),
+                _elementwise("rope", _ROPE, shape, float(shape.tokens * (q + kv))),
+                Mixing(
+                    causal_pairs(shape.tokens, shape.seq_len) * shape.causal_skew,
+                    heads,
+                    attention.head_dim,
+                    attention.head_dim,
+                ),
                 Matmul("attention.wo", shape.tokens, dim, q),
             )
         case _:
@@ -192,17 +200,17 @@ def _feed_forward_ops(feed_forward: FeedForward, dim: int, shape: Shape) -> tupl
             local = hidden // shape.tp
             return (
                 Matmul("feed_forward.w1", shape.tokens, local, dim),
-                _elementwise("feed_forward.activation", _ACTIVATION, shape.fusion, float(shape.tokens * local)),
+                _elementwise("feed_forward.activation", _ACTIVATION, shape, float(shape.tokens * local)),
                 Matmul("feed_forward.w2", shape.tokens, dim, local),
             )
         case Moe() as moe:
             # Without expert-tensor parallelism the ranks of tp route parts of the tokens each.
             own = shape.tokens / (shape.tp if shape.etp < shape.tp else 1)
-            rows = own * moe.top_k * shape.imbalance
+            rows = own * moe.top_k * shape.load
             local, hidden = moe.num_experts // shape.ep, moe.hidden_dim // shape.etp
             ops: tuple[Op, ...] = (
                 Matmul("moe.router.gate", shape.tokens, moe.num_experts, dim, wide=True),
-                _elementwise("moe.route", _ROUTE, shape.fusion, rows * dim),
+                _elementwise("moe.route", _ROUTE, shape, rows * dim),
             )
             ups: tuple[Op, ...] = (
                 Matmul("moe.experts.w1", rows, hidden, dim, groups=local),
@@ -212,7 +220,7 @@ def _feed_forward_ops(feed_forward: FeedForward, dim: int, shape: Shape) -> tupl
                 ups = (Matmul("moe.experts.w1", rows, 2 * hidden, dim, groups=local),)
             ops += (
                 *ups,
-                _elementwise("moe.gate", _GATE, shape.fusion, rows * hidden),
+                _elementwise("moe.gate", _GATE, shape, rows * hidden),
                 Matmul("moe.experts.w2", rows, dim, hidden, groups=local),
             )
             if moe.num_shared_experts:
@@ -223,7 +231,7 @@ def _feed_forward_ops(feed_forward: FeedForward, dim: int, shape: Shape) -> tupl
 
 
 def _swiglu_ops(name: str, dim: int, hidden: int, shape: Shape) -> tuple[Op, ...]:
-    gate = _elementwise(f"{name}.gate", _GATE, shape.fusion, float(shape.tokens * hidden))
+    gate = _elementwise(f"{name}.gate", _GATE, shape, float(shape.tokens * hidden))
     down = Matmul(f"{name}.w2", shape.tokens, dim, hidden)
     if shape.fusion == "fused":
         return (Matmul(f"{name}.w1", shape.tokens, 2 * hidden, dim), gate, down)
@@ -236,17 +244,41 @@ def _swiglu_ops(name: str, dim: int, hidden: int, shape: Shape) -> tuple[Op, ...
 
 
 def fusion_of(plan: Plan, program: Program = TITAN) -> Fusion:
-    """Who fuses the memory-bound ops of blocks."""
+    """Who fuses the memory-bound ops of blocks. Compiler backends for debugging fuse nothing."""
     if program.kernels != "plan":
         return program.kernels
-    return "compiled" if plan.compile.enable and "model" in plan.compile.components else "eager"
+    fuses = plan.compile.enable and "model" in plan.compile.components and plan.compile.backend not in UNFUSED_BACKENDS
+    return "compiled" if fuses else "eager"
 
 
-def shape_of(plan: Plan, program: Program = TITAN, imbalance: float = 1.0) -> Shape:
-    """The microbatch of one rank of `plan`."""
-    mesh = plan.mesh
+UNFUSED_BACKENDS = ("eager", "aot_eager")
+"""torch.compile's backends that trace and run what they have traced, op by op."""
+
+
+def expert_load(plan: Plan) -> tuple[float, float]:
+    """(rows that the busiest expert rank computes, rows that it receives over those sent to it) over even shares.
+
+    The request's imbalance, 1 where routing is forced even or where all experts are on one rank; never more than the ep ranks
+    there are, nor than a capacity lets an expert take.
+    """
+    ep, capacity = plan.mesh.ep, plan.expert_parallel.capacity_factor
+    asked = 1.0 if plan.expert_parallel.force_load_balance or ep == 1 else plan.request.limits.expert_imbalance
+    load = min(asked, float(ep))
+    if capacity is None:
+        return load, load
+    # What is sent is cut to the capacity already (`collectives.expert_rows_sent`).
+    return min(load, capacity), min(load, capacity) / min(1.0, capacity)
+
+
+def shape_of(plan: Plan, program: Program = TITAN) -> Shape:
+    """The microbatch of one rank of `plan`: the one with most to do, where ranks differ."""
+    mesh, context = plan.mesh, plan.context_parallel
+    # Without a pipeline one forward takes the whole local batch.
+    sequences = plan.batch.microbatch_size if mesh.pp > 1 else plan.batch.local_batch_size
+    # Contiguous parts: the last of cp ranks has (2 cp - 1) / cp of the mean pairs. Ulysses' ranks have whole sequences.
+    skewed = mesh.cp > 1 and context.load_balance == "none" and context.method != "alltoall"
     return Shape(
-        tokens=plan.batch.microbatch_size * plan.batch.seq_len // mesh.cp,
+        tokens=sequences * plan.batch.seq_len // mesh.cp,
         seq_len=plan.batch.seq_len,
         tp=mesh.tp,
         cp=mesh.cp,
@@ -255,5 +287,7 @@ def shape_of(plan: Plan, program: Program = TITAN, imbalance: float = 1.0) -> Sh
         kv_replicas=plan.tensor_parallel.kv_replicas,
         sequence_parallel=plan.tensor_parallel.sequence_parallel,
         fusion=fusion_of(plan, program),
-        imbalance=imbalance,
+        load=expert_load(plan)[0],
+        causal_skew=(2 * mesh.cp - 1) / mesh.cp if skewed else 1.0,
+        element_bytes=4 if plan.fsdp.param_dtype == "float32" else ELEMENT_BYTES,
     )

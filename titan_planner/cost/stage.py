@@ -14,7 +14,7 @@ from titan_planner.cost.compute import (
     embedding_seconds,
     head_seconds,
 )
-from titan_planner.cost.ops import Fusion, fusion_of, shape_of
+from titan_planner.cost.ops import UNFUSED_BACKENDS, Fusion, fusion_of, shape_of
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.roofline import Precision, float8_products
 from titan_planner.ir.fqn import matches
@@ -28,26 +28,29 @@ BYTES = {"float32": 4, "bfloat16": 2}
 def stage_seconds(plan: Plan, program: Program = TITAN) -> tuple[ModuleSeconds, ...]:
     """Time of one microbatch on every stage, in order of stages."""
     kernels = kernels_of(plan, program)
-    shape = shape_of(plan, program, imbalance_of(plan))
+    shape = shape_of(plan, program)
     blocks = layer_blocks(plan.model)
     converted = converted_names(plan.model, plan.float8.converted)
     policies = {policy.name: policy for policy in plan.activation_checkpoint.policies}
-    kinds: list[Counter[tuple[int, str, frozenset[str]]]] = [Counter() for _ in plan.pipeline.stages]
+    forced = {name: converted_names(plan.model, policy.force_recompute_fqns) for name, policy in policies.items()}
+    none: frozenset[str] = frozenset()
+    kinds: list[Counter[tuple[int, str, frozenset[str], frozenset[str]]]] = [Counter() for _ in plan.pipeline.stages]
     found = [ModuleSeconds() for _ in plan.pipeline.stages]
     dim = plan.model.dim
     # The first layer is the embedding, the last two the final norm and the output projection.
     for number, layer in enumerate(plan.layers[1:-2]):
-        kinds[layer.stage][id(blocks[number]), layer.checkpoint, converted.get(number, frozenset())] += 1
+        again = forced[layer.checkpoint].get(number, none)
+        kinds[layer.stage][id(blocks[number]), layer.checkpoint, converted.get(number, none), again] += 1
     by_id = {id(block): block for block in blocks}
     for stage, counter in enumerate(kinds):
-        for (block, policy, names), count in counter.items():
-            took = block_seconds(by_id[block], dim, shape, policies[policy], names, kernels)
+        for (block, policy, names, again), count in counter.items():
+            took = block_seconds(by_id[block], dim, shape, policies[policy], names, kernels, again)
             if took.recompute.total and program.data_policy == "plan":
                 took = replace(took, recompute=took.recompute * _times_again(plan, stage, by_id[block]))
             found[stage] += took * count
     vocab = plan.model.vocab_size // plan.mesh.tp
     found[plan.layers[0].stage] += embedding_seconds(dim, vocab, shape, kernels)
-    head: Precision = kernels.precision if -1 in converted else "bf16"
+    head: Precision = kernels.precision if -1 in converted else kernels.base
     local_logits = vocab if plan.tensor_parallel.loss_parallel or plan.mesh.tp == 1 else plan.model.vocab_size
     found[plan.layers[-1].stage] += head_seconds(
         dim, vocab, local_logits, shape, plan.loss.chunks, head, loss_fusion(plan, program), kernels
@@ -79,7 +82,9 @@ def kernels_of(plan: Plan, program: Program = TITAN) -> Kernels:
     gradient = program.gradient_bytes or BYTES[plan.fsdp.param_dtype]
     return Kernels(
         gpu=plan.cluster.gpu,
+        base="float32" if plan.fsdp.param_dtype == "float32" else "bf16",
         precision=plan.float8.recipe or "bf16",
+        emulated=plan.float8.emulate,
         fused_casts=fusion == "fused",
         float8_products=float8_products(plan.cluster.gpu, program.float8_products),
         gradient_bytes=gradient,
@@ -95,7 +100,8 @@ def loss_fusion(plan: Plan, program: Program = TITAN) -> Fusion:
     """Who fuses the loss."""
     if program.loss != "plan":
         return program.loss
-    return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"
+    fuses = plan.compile.enable and "loss" in plan.compile.components and plan.compile.backend not in UNFUSED_BACKENDS
+    return "compiled" if fuses else "eager"
 
 
 def imbalance_of(plan: Plan) -> float:

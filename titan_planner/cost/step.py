@@ -7,17 +7,21 @@ comes before and after.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan_planner.cost.communication import Part, PassCommunication, StageCommunication, communication
 from titan_planner.cost.compute import ModuleSeconds, Seconds
-from titan_planner.cost.memory import module_numel, sharded_numel
+from titan_planner.cost.memory import module_numel, sharded_numel, top_level
+from titan_planner.cost.ops import expert_load
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.roofline import memory_rate
-from titan_planner.cost.stage import BYTES, imbalance_of, stage_seconds
+from titan_planner.cost.stage import BYTES, stage_seconds
 from titan_planner.cost.timeline import StageTime, simulate, torch_sends
+from titan_planner.ir.inventory import muon_parameters, parameters
+from titan_planner.ir.model import Model
 from titan_planner.ir.plan import Plan, StepTime
 from titan_planner.schedules import work_of
 
@@ -46,7 +50,7 @@ class _Pass:
 def step_seconds(plan: Plan, program: Program = TITAN) -> StepSeconds:
     """Time of one optimizer step of `plan` run by `program`."""
     computing = stage_seconds(plan, program)
-    talking = communication(plan, program, imbalance_of(plan))
+    talking = communication(plan, program, expert_load(plan)[1])
     slowdown = plan.cluster.gpu.efficiency.overlap_slowdown
     hides = program.tensor_overlap
     forward = [_pass(c.forward, t.forward, slowdown, hides) for c, t in zip(computing, talking, strict=True)]
@@ -56,7 +60,7 @@ def step_seconds(plan: Plan, program: Program = TITAN) -> StepSeconds:
     span = _span(plan, program, computing, talking, forward, backward) * repeats
 
     updates = _update_seconds(plan, program)
-    busiest: tuple[float, StepSeconds] | None = None
+    busiest: tuple[tuple[float, float], StepSeconds] | None = None
     for rank in range(plan.mesh.pp):
         stages = [stage.index for stage in plan.pipeline.stages if stage.pp_rank == rank]
         compute, recompute, waits = Seconds(), 0.0, _none()
@@ -75,8 +79,10 @@ def step_seconds(plan: Plan, program: Program = TITAN) -> StepSeconds:
         update = updates[rank] + sum(step.values())
         total = span + once + update
         result = StepSeconds(total, rank, compute, recompute, waits, span - busy, update)
-        if busiest is None or busy + once + update > busiest[0]:
-            busiest = (busy + once + update, result)
+        # The step ends with its last rank; among equals the busiest explains it.
+        key = (total, busy)
+        if busiest is None or key > busiest[0]:
+            busiest = (key, result)
     assert busiest is not None
     return busiest[1]
 
@@ -94,14 +100,17 @@ def _pass(compute: Seconds, talk: PassCommunication, slowdown: float, tensor_ove
     waits = _none()
     for part, seconds in talk.waits.items():
         waits[part] += seconds
+    cover = compute.total  # each second of computing hides one second of one collective
     if talk.matmul:
         hides = min(talk.matmul * tensor_overlap, compute.matmul)
         waits["tensor"] += talk.matmul - hides + slowdown * hides
+        cover -= hides
     if talk.attention:
         hides = min(talk.attention, compute.attention)
         waits["context"] += talk.attention - hides + slowdown * hides
+        cover -= hides
     if talk.hidden:
-        hides = min(talk.hidden - talk.ends, compute.total)
+        hides = min(talk.hidden - talk.ends, cover)
         waits["data"] += talk.hidden - hides + slowdown * hides
     return _Pass(compute.total + sum(waits.values()), waits)
 
@@ -158,10 +167,16 @@ _UPDATE_BYTES = {"fused": 28.0, "foreach": 80.0, "for-loop": 80.0}
 _NORM_AND_CLIP_BYTES = 12.0
 
 
+OFFLOAD_BYTES_PER_S = 20e9
+"""One GPU's share of what host memory and PCIe carry: 25 GB/s of a Gen4 x16 link, of 200 GB/s of memory for eight GPUs
+(nominal, not measured)."""
+
+
 def _update_seconds(plan: Plan, program: Program) -> tuple[float, ...]:
-    """Norm, clipping and update of the elements that one rank of each pipeline rank holds."""
+    """Norm, clipping and update of the elements that one rank of each pipeline rank holds, and their way to the host."""
     width = BYTES[plan.dtype] / 4
     each = (_UPDATE_BYTES[plan.optimizer.implementation] + _NORM_AND_CLIP_BYTES) * width
+    rate = OFFLOAD_BYTES_PER_S if plan.fsdp.cpu_offload else memory_rate(plan.cluster.gpu)
     if program.data_policy in ("plan", "ddp"):
         held: Mapping[str, float] = sharded_numel(plan)
         shards = 1
@@ -172,7 +187,54 @@ def _update_seconds(plan: Plan, program: Program) -> tuple[float, ...]:
     rank_of = [stage.pp_rank for stage in plan.pipeline.stages]
     for layer in plan.layers:
         numel[rank_of[layer.stage]] += held[layer.fqn] / shards
-    return tuple(each * count / memory_rate(plan.cluster.gpu) for count in numel)
+    muon = _muon_seconds(plan) if plan.optimizer.name == "Muon" else (0.0,) * plan.mesh.pp
+    moved = _offloaded_bytes(plan) if plan.fsdp.cpu_offload else 0.0
+    return tuple(
+        (each / rate + moved / OFFLOAD_BYTES_PER_S) * count + orthogonal
+        for count, orthogonal in zip(numel, muon, strict=True)
+    )
+
+
+def _offloaded_bytes(plan: Plan) -> float:
+    """Bytes per element that a step moves over PCIe: weights up for every gather, gradients down for every reduction.
+
+    Taken as waited for. Weights that stay gathered go up once in each run of a schedule.
+    """
+    runs = plan.batch.accumulation_steps
+    gathers = 2 if any(unit.reshard_after_forward for unit in plan.fsdp.units) and plan.mesh.pp == 1 else 1
+    reductions = 1 if plan.fsdp.defer_gradient_sync else runs
+    return float(BYTES[plan.dtype] * (gathers * runs + reductions))
+
+
+_NEWTON_SCHULZ_STEPS = 5
+
+
+@functools.lru_cache(maxsize=64)
+def _muon_flops(model: Model) -> Mapping[str, float]:
+    """FLOPs of orthogonalising every matrix that Muon takes, by parameter: per step X X^T, its square, and their product
+    with X, of n x m with n <= m: 4 n^2 m + 2 n^3 (titan_runtime/update_rules.py; Jordan et al. 2024, Muon)."""
+    chosen = muon_parameters(model)
+    found = {}
+    for parameter in parameters(model):
+        if parameter.fqn in chosen:
+            *stack, rows, columns = parameter.shape
+            n, m = min(rows, columns), max(rows, columns)
+            found[parameter.fqn] = math.prod(stack) * _NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n**3)
+    return found
+
+
+def _muon_seconds(plan: Plan) -> tuple[float, ...]:
+    """Every rank orthogonalises the whole matrices of its stages, in bf16; experts are shared out over ep."""
+    gpu = plan.cluster.gpu
+    stage_of = {layer.fqn: layer.stage for layer in plan.layers}
+    rank_of = [stage.pp_rank for stage in plan.pipeline.stages]
+    flops = _muon_flops(plan.model)
+    found = [0.0] * plan.mesh.pp
+    for parameter in parameters(plan.model):
+        if parameter.fqn in flops:
+            share = plan.mesh.ep if parameter.is_expert else 1
+            found[rank_of[stage_of[top_level(parameter)]]] += flops[parameter.fqn] / share
+    return tuple(count / (gpu.bf16_tflops * 1e12 * gpu.efficiency.matmul) for count in found)
 
 
 def step_time(found: StepSeconds) -> StepTime:

@@ -16,7 +16,7 @@ from titan_planner.cost.roofline import (
     matmul_seconds,
     shape_efficiency,
 )
-from titan_planner.cost.stage import converted_names, imbalance_of, kernels_of, layer_blocks
+from titan_planner.cost.stage import converted_names, kernels_of, layer_blocks
 from titan_planner.cost.step import StepSeconds, step_seconds
 from titan_planner.ir.fqn import fold
 from titan_planner.ir.inventory import num_active_params
@@ -125,7 +125,7 @@ def _part(plan: Plan, found: StepSeconds, part: str) -> Iterator[Fact]:
 
 def _ops(plan: Plan, part: str) -> Iterator[Fact]:
     """Every op of every kind of layer once, with the number of layers on the whole model."""
-    shape, kernels = shape_of(plan, imbalance=imbalance_of(plan)), kernels_of(plan)
+    shape, kernels = shape_of(plan), kernels_of(plan)
     blocks = layer_blocks(plan.model)
     converted = converted_names(plan.model, plan.float8.converted)
     policies = {policy.name: policy for policy in plan.activation_checkpoint.policies}
