@@ -77,8 +77,8 @@ class Local:
         return rows if self.capacity_factor is None else rows * min(1.0, self.capacity_factor)
 
     def expert_rows(self, moe: Moe) -> float:
-        """Rows that this rank's experts compute; `imbalance` times the mean over the ep ranks."""
-        return self.sent_rows(moe) * (self.imbalance if self.ep > 1 else 1.0)
+        """Rows that this rank's experts compute; `imbalance` times the mean over the ep ranks, as far as can be."""
+        return self.sent_rows(moe) * _bounded(moe, self.ep, self.capacity_factor, self.imbalance)
 
 
 def local(plan: Plan, program: Program, imbalance: float) -> Local:
@@ -157,6 +157,23 @@ def worst_imbalance(moe: Moe, ep: int) -> float:
     """Rows over the mean when every token goes to experts of one rank, as many of them as it has."""
     here = moe.num_experts // ep
     return ep * min(moe.top_k, here) / moe.top_k
+
+
+def effective_imbalance(plan: Plan, moe: Moe, asked: float) -> float:
+    """Rows of the busiest expert rank over the mean of the rows that are sent, where `asked` is what the user expects.
+
+    No rank gets more than its share of the choices (`worst_imbalance`), nor its experts more than the capacity: each at most
+    `capacity_factor` times the mean load before any is cut off. A factor below 1 leaves balanced experts full, so that
+    nobody exceeds the mean of what is still sent. 1 where every rank has all experts.
+    """
+    return _bounded(moe, plan.mesh.ep, plan.expert_parallel.capacity_factor, asked)
+
+
+def _bounded(moe: Moe, ep: int, capacity_factor: float | None, asked: float) -> float:
+    if ep == 1:
+        return 1.0
+    most = worst_imbalance(moe, ep)
+    return min(asked, most) if capacity_factor is None else min(asked, most, max(1.0, capacity_factor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from titan_planner.cost.activations import (
     total,
     weight_gradient_inputs,
 )
-from titan_planner.cost.local import BALANCED, BYTES, Local, heads, local, loss_kernels, worst_imbalance
+from titan_planner.cost.local import BALANCED, BYTES, Local, effective_imbalance, heads, local, loss_kernels
 from titan_planner.cost.loss import LossBytes, loss_bytes
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.reserve import GIB as GIB
@@ -235,7 +235,9 @@ def stage_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANC
 def rank_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANCED) -> tuple[RankMemory, ...]:
     """The same in bytes, moment by moment, for every pipeline rank."""
     sizes = local(plan, program, imbalance)
-    worst = max((worst_imbalance(m, plan.mesh.ep) for m in _mixtures(plan.model)), default=1.0)
+    worst = 1.0
+    if not plan.expert_parallel.force_load_balance:
+        worst = max((effective_imbalance(plan, m, math.inf) for m in _mixtures(plan.model)), default=1.0)
     elements = numels(plan)
     blocks = _block_of(plan.model)
     policies = {policy.name: policy for policy in plan.activation_checkpoint.policies}
@@ -468,7 +470,7 @@ class _Rank:
         return max(0, max(held, default=0) - 1)
 
     def _experts_worst(self, stages: list[int]) -> float:
-        """What the busiest rank would hold more, if every token went to its experts."""
+        """What the busiest rank would hold more, if as many tokens as can be went to its experts."""
         if self.worst <= self.sizes.imbalance:
             return 0.0
         crowded = replace(self.sizes, imbalance=self.worst)
