@@ -47,7 +47,8 @@ class Local:
     cp_chunks: int  # 2 when every rank has an early and a late part of the sequence
     ep: int
     etp: int
-    kernels: Literal["eager", "compiled", "fused"]
+    kernels: Literal["eager", "compiled", "fused"]  # who decides what is kept
+    op_by_op: bool  # every op of a block writes its result to memory
     seq_len: int  # keys that a query of materialised attention has a score for, 0 where a kernel keeps no scores
     recompute_attention: bool  # attention's forward runs again in backward, so that nothing inside it is kept
     dropout: bool
@@ -101,6 +102,7 @@ def local(plan: Plan, program: Program, imbalance: float) -> Local:
         ep=mesh.ep,
         etp=mesh.etp,
         kernels=kernels(plan, program),
+        op_by_op=kernels(plan, program) == "eager" or (program.kernels == "plan" and not fuses(plan)),
         seq_len=plan.batch.seq_len if program.attention == "materialised" else 0,
         recompute_attention=program.recompute_attention,
         dropout=program.dropout,
@@ -140,17 +142,37 @@ def _operand_bytes(plan: Plan) -> float:
 
 
 def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
-    """Who fuses the memory-bound ops of blocks."""
+    """Who decides what blocks keep: as compiled ones with every backend that partitions forward and backward."""
     if program.kernels != "plan":
         return program.kernels
-    return "compiled" if plan.compile.enable and "model" in plan.compile.components else "eager"
+    partitioned = plan.compile.enable and plan.compile.backend not in _KEEP_AS_EAGER
+    return "compiled" if partitioned and "model" in plan.compile.components else "eager"
 
 
 def loss_kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
     """Whose loss it is that memory is counted of. Composer's, timed as eager, is a kernel (llm-foundry's `fused_crossentropy`)."""
     if program.kernels != "plan":
         return program.kernels
-    return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"
+    return "compiled" if fuses(plan) and "loss" in plan.compile.components else "eager"
+
+
+_KEEP_AS_EAGER = frozenset(
+    {"eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_eager_default_partitioner", "cudagraphs"}
+)
+"""Backends that leave autograd's choice, or torch's default partitioner's, which is the same."""
+
+_RUN_OP_BY_OP = _KEEP_AS_EAGER | {
+    "aot_eager",
+    "aot_eager_decomp_partition",
+    "aot_eager_decomp_partition_crossref",
+    "aot_eager_decomp_partition_with_mode",
+}
+"""Backends that generate no code (torch 2.13, torch/_dynamo/backends/debugging.py and cudagraphs.py)."""
+
+
+def fuses(plan: Plan) -> bool:
+    """Whether what the plan compiles becomes kernels that do the work of several ops. Unknown backends are believed to."""
+    return plan.compile.enable and plan.compile.backend not in _RUN_OP_BY_OP
 
 
 def worst_imbalance(moe: Moe, ep: int) -> float:
