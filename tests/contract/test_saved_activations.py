@@ -333,6 +333,13 @@ def test_compiled_blocks_keep_what_the_partitioner_chooses(size: str) -> None:
     check(*plans, hooks=True, timeout=500.0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_default_partitioner"])
+def test_other_backends_keep_what_their_partitioner_chooses_if_they_have_one(backend: str) -> None:
+    compiled = Compile(enable=True, components=("model", "loss"), backend=backend)
+    check(planned(llama("tiny", layers=1), compile=compiled), hooks=True, timeout=300.0)
+
+
 ATTENTION_LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 FEED_FORWARD_LINEARS = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 

@@ -87,9 +87,11 @@ def _within_budget(block: Block, local: Local, budget: float) -> float:
 
     Below 1 it first makes again what can be made from what it keeps anyway, the inputs of products above all, whatever part of
     the budget that leaves unused; only if this exceeds the budget it chooses op by op
-    (torch/_functorch/partitioners.py, choose_saved_values_set).
+    (torch/_functorch/partitioners.py, choose_saved_values_set). A backend that does not partition knows no budget.
     """
     most = total(everything(block, local)) - local.stream_bytes
+    if local.kernels == "eager":
+        return most
     if budget < 1 and local.kernels == "compiled":
         without = total(everything(block, replace(local, recast=EVERY_PRODUCT))) - local.stream_bytes
         if without < budget * most:
@@ -127,7 +129,7 @@ def _gradients_in_flight(block: Block, local: Local) -> float:
     """The stream's gradient, and the largest of the feed-forward's (of two products and their input), a norm's float32,
     and of materialised attention's scores the gradients after and before the softmax."""
     inside = 2 * _hidden(block.feed_forward, local) + local.tokens * local.dim * local.itemsize
-    norm = (3 if local.kernels == "eager" and not local.norm_kernel else 1) * local.stream_tokens * local.dim * 4
+    norm = (3 if local.op_by_op and not local.norm_kernel else 1) * local.stream_tokens * local.dim * 4
     scores = 2 * _scores(heads(block.attention, local), local) * local.itemsize
     return local.stream_bytes + max(inside, norm, scores)
 

@@ -47,7 +47,8 @@ class Local:
     cp_chunks: int  # 2 when every rank has an early and a late part of the sequence
     ep: int
     etp: int
-    kernels: Literal["eager", "compiled", "fused"]
+    kernels: Literal["eager", "compiled", "fused"]  # who decides what is kept
+    op_by_op: bool  # every op of a block writes its result to memory
     seq_len: int  # keys that a query of materialised attention has a score for, 0 where a kernel keeps no scores
     recompute_attention: bool  # attention's forward runs again in backward, so that nothing inside it is kept
     dropout: bool
@@ -77,8 +78,8 @@ class Local:
         return rows if self.capacity_factor is None else rows * min(1.0, self.capacity_factor)
 
     def expert_rows(self, moe: Moe) -> float:
-        """Rows that this rank's experts compute; `imbalance` times the mean over the ep ranks."""
-        return self.sent_rows(moe) * (self.imbalance if self.ep > 1 else 1.0)
+        """Rows that this rank's experts compute; `imbalance` times the mean over the ep ranks, as far as can be."""
+        return self.sent_rows(moe) * _bounded(moe, self.ep, self.capacity_factor, self.imbalance)
 
 
 def local(plan: Plan, program: Program, imbalance: float) -> Local:
@@ -101,6 +102,7 @@ def local(plan: Plan, program: Program, imbalance: float) -> Local:
         ep=mesh.ep,
         etp=mesh.etp,
         kernels=kernels(plan, program),
+        op_by_op=kernels(plan, program) == "eager" or (program.kernels == "plan" and not fuses(plan)),
         seq_len=plan.batch.seq_len if program.attention == "materialised" else 0,
         recompute_attention=program.recompute_attention,
         dropout=program.dropout,
@@ -140,23 +142,60 @@ def _operand_bytes(plan: Plan) -> float:
 
 
 def kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
-    """Who fuses the memory-bound ops of blocks."""
+    """Who decides what blocks keep: as compiled ones with every backend that partitions forward and backward."""
     if program.kernels != "plan":
         return program.kernels
-    return "compiled" if plan.compile.enable and "model" in plan.compile.components else "eager"
+    partitioned = plan.compile.enable and plan.compile.backend not in _KEEP_AS_EAGER
+    return "compiled" if partitioned and "model" in plan.compile.components else "eager"
 
 
 def loss_kernels(plan: Plan, program: Program) -> Literal["eager", "compiled", "fused"]:
     """Whose loss it is that memory is counted of. Composer's, timed as eager, is a kernel (llm-foundry's `fused_crossentropy`)."""
     if program.kernels != "plan":
         return program.kernels
-    return "compiled" if plan.compile.enable and "loss" in plan.compile.components else "eager"
+    return "compiled" if fuses(plan) and "loss" in plan.compile.components else "eager"
+
+
+_KEEP_AS_EAGER = frozenset(
+    {"eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_eager_default_partitioner", "cudagraphs"}
+)
+"""Backends that leave autograd's choice, or torch's default partitioner's, which is the same."""
+
+_RUN_OP_BY_OP = _KEEP_AS_EAGER | {
+    "aot_eager",
+    "aot_eager_decomp_partition",
+    "aot_eager_decomp_partition_crossref",
+    "aot_eager_decomp_partition_with_mode",
+}
+"""Backends that generate no code (torch 2.13, torch/_dynamo/backends/debugging.py and cudagraphs.py)."""
+
+
+def fuses(plan: Plan) -> bool:
+    """Whether what the plan compiles becomes kernels that do the work of several ops. Unknown backends are believed to."""
+    return plan.compile.enable and plan.compile.backend not in _RUN_OP_BY_OP
 
 
 def worst_imbalance(moe: Moe, ep: int) -> float:
     """Rows over the mean when every token goes to experts of one rank, as many of them as it has."""
     here = moe.num_experts // ep
     return ep * min(moe.top_k, here) / moe.top_k
+
+
+def effective_imbalance(plan: Plan, moe: Moe, asked: float) -> float:
+    """Rows of the busiest expert rank over the mean of the rows that are sent, where `asked` is what the user expects.
+
+    No rank gets more than its share of the choices (`worst_imbalance`), nor its experts more than the capacity: each at most
+    `capacity_factor` times the mean load before any is cut off. A factor below 1 leaves balanced experts full, so that
+    nobody exceeds the mean of what is still sent. 1 where every rank has all experts.
+    """
+    return _bounded(moe, plan.mesh.ep, plan.expert_parallel.capacity_factor, asked)
+
+
+def _bounded(moe: Moe, ep: int, capacity_factor: float | None, asked: float) -> float:
+    if ep == 1:
+        return 1.0
+    most = worst_imbalance(moe, ep)
+    return min(asked, most) if capacity_factor is None else min(asked, most, max(1.0, capacity_factor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from titan_planner.cost.activations import (
     total,
     weight_gradient_inputs,
 )
-from titan_planner.cost.local import BALANCED, BYTES, Local, heads, local, loss_kernels, worst_imbalance
+from titan_planner.cost.local import BALANCED, BYTES, Local, effective_imbalance, heads, local, loss_kernels
 from titan_planner.cost.loss import LossBytes, loss_bytes
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.reserve import GIB as GIB
@@ -35,7 +35,7 @@ from titan_planner.ir.execution import KEEP_ALL, CheckpointPolicy
 from titan_planner.ir.fqn import matches, select
 from titan_planner.ir.inventory import Parameter, linear_modules, muon_parameters, parameters
 from titan_planner.ir.model import Block, Model, Moe
-from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES, FsdpUnit, Mesh
+from titan_planner.ir.parallel import FsdpUnit, Mesh
 from titan_planner.ir.plan import Layer, Plan, StageMemory
 from titan_planner.schedules import Held, Kept, peak_bytes, peaks, work_of
 from titan_planner.sharding import local_shape
@@ -235,7 +235,9 @@ def stage_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANC
 def rank_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANCED) -> tuple[RankMemory, ...]:
     """The same in bytes, moment by moment, for every pipeline rank."""
     sizes = local(plan, program, imbalance)
-    worst = max((worst_imbalance(m, plan.mesh.ep) for m in _mixtures(plan.model)), default=1.0)
+    worst = 1.0
+    if not plan.expert_parallel.force_load_balance:
+        worst = max((effective_imbalance(plan, m, math.inf) for m in _mixtures(plan.model)), default=1.0)
     elements = numels(plan)
     blocks = _block_of(plan.model)
     policies = {policy.name: policy for policy in plan.activation_checkpoint.policies}
@@ -324,7 +326,8 @@ class _Rank:
 
     def memory(self) -> RankMemory:
         stages = sorted({layer.stage for layer in self.layers})
-        split = self.plan.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
+        # The actions that run say so, which need not be those of the schedule's name.
+        split = any(any(point.between) for point in self.points)
         by_stage, between = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
         kept, working, counted, least = 0.0, 0.0, 0.0, math.inf
         for layer in self.layers:
@@ -350,9 +353,8 @@ class _Rank:
         activations = peak_bytes(
             self.points, [Kept(until_weight=by_stage[stage], between=between[stage]) for stage in stages]
         )
-        # Of all microbatches in flight but the one whose loss is computed now, logits wait too; the last stage runs
-        # backward as soon as it can, but in schedules that do all forwards first.
-        waiting = loss.kept * (self.plan.pipeline.microbatches - 1) if self._loss_waits() else 0.0
+        # Of all microbatches in flight but the one whose loss is computed now, logits wait too.
+        waiting = loss.kept * self._losses_waiting()
         returned = self._returned() if last else 0.0
         waiting += returned
         static = self._static()
@@ -458,11 +460,17 @@ class _Rank:
             return 0.0
         return float(self.plan.pipeline.microbatches * self.sizes.tokens * self.sizes.vocab * self.sizes.itemsize)
 
-    def _loss_waits(self) -> bool:
-        return self.plan.pipeline.schedule in ("GPipe", "LoopedBFS")
+    def _losses_waiting(self) -> int:
+        """Microbatches whose loss is computed and waits for backward, beside the one at hand.
+
+        None in most schedules, whose last stage runs backward as soon as it can; all others where forwards come first.
+        """
+        last = len(self.plan.pipeline.stages) - 1
+        held = (point.until_input[point.stages.index(last)] for point in self.points if last in point.stages)
+        return max(0, max(held, default=0) - 1)
 
     def _experts_worst(self, stages: list[int]) -> float:
-        """What the busiest rank would hold more, if every token went to its experts."""
+        """What the busiest rank would hold more, if as many tokens as can be went to its experts."""
         if self.worst <= self.sizes.imbalance:
             return 0.0
         crowded = replace(self.sizes, imbalance=self.worst)
