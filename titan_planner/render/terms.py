@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from titan_planner.cost.collectives import Collective, collectives, recomputations
 from titan_planner.cost.communication import PART_OF, Part, communication, network_of
@@ -235,6 +235,8 @@ def _recompute(plan: Plan, found: StepSeconds) -> Iterator[Term]:
                     again = attention_seconds(op, kernels.gpu, kernels.attention)[0]
                 case Elementwise():
                     again = elementwise_seconds(op, kernels.gpu)[0]
+                case _:
+                    assert_never(op)
             taken.append((op_name(op), again))
         waited = priced.recompute.launch / share if share else 0.0
         if waited:
