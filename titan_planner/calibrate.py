@@ -128,15 +128,17 @@ def _warnings(
     for run, error in zip(runs, errors, strict=True):
         if abs(error) > EXPLAINED:
             missed = True
-            cause = f" although {' and '.join(name for name, *_ in limits)} went to the limit" if limits else ""
+            moved = [name for name, _, value in limits if getattr(prior, name) != value]
+            cause = f" although {' and '.join(moved)} went to the limit" if moved else ""
             yield (
                 f"{run.name} is still off by {error:+.0%}{cause}: something slows it or speeds it up that no efficiency is, "
                 "or it did not run as its plan says"
             )
     for name, end, value in limits:
-        # One that began at its limit and explains the runs there is no news.
-        if missed or getattr(prior, name) != value:
+        if getattr(prior, name) != value:
             yield f"{name} is {value:g}, the {end} that is physically possible: the runs ask for more than it can explain"
+        elif missed:  # else it explains the runs where it stood already
+            yield f"{name} is {value:g}, the {end} that is physically possible, as it was before"
 
 
 def calibrate_cluster(runs: Sequence[Run]) -> tuple[Cluster, Fit]:
