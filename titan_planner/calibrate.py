@@ -8,7 +8,7 @@ step depends on, a little each; many runs of different shapes tell them apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,9 @@ TIED = {"attention_backward": ("attention", 0.8)}
 
 NOISE = 0.03
 """Standard deviation of log step time between equal runs on equal machines (published repeats: 0.4 to 6 %)."""
+
+EXPLAINED = 0.10
+"""A run is explained when its step time is predicted within this part: more is neither noise nor the model's usual error."""
 
 SPREAD: dict[str, float] = {
     "matmul": 0.12,
@@ -71,6 +74,8 @@ class Fit:
     efficiency: Efficiency
     before: tuple[float, ...]
     after: tuple[float, ...]
+    warnings: tuple[str, ...] = ()
+    """Sentences on what the fit leaves unexplained."""
 
 
 def fit(
@@ -79,16 +84,18 @@ def fit(
     *,
     free: Iterable[str] = tuple(BOUNDS),
     source: str = "fitted",
+    tied: Mapping[str, tuple[str, float]] = TIED,
 ) -> Fit:
     """The efficiencies that predict `runs` best, starting from `prior`. Raises `PlanError` where SciPy is not installed."""
-    names = tuple(name for name in free if name not in TIED)
+    # A 0 says that there is none of it here, which no factor changes.
+    names = tuple(name for name in free if name not in tied and getattr(prior, name) > 0)
     if not runs:
         raise PlanError(Complaint("there is no measurement to fit to", "", hint="name a folder of a finished run"))
     optimize = _scipy_optimize()
     start = [math.log(getattr(prior, name)) for name in names]
 
     def residuals(logs: Sequence[float]) -> list[float]:
-        candidate = _with(prior, names, logs)
+        candidate = _with(prior, names, logs, tied)
         misses = [run.weight * math.log(predicted(run, candidate) / run.step_seconds) / NOISE for run in runs]
         return misses + [(log - known) / SPREAD[name] for name, log, known in zip(names, logs, start, strict=True)]
 
@@ -98,12 +105,40 @@ def fit(
     found = optimize.least_squares(
         residuals, inside, bounds=(lower, upper), loss="soft_l1", diff_step=1e-3, max_nfev=40
     )
-    best = replace(_with(prior, names, [float(x) for x in found.x]), source=source)
+    best = replace(_with(prior, names, [float(x) for x in found.x], tied), source=source)
+    after = tuple(predicted(run, best) / run.step_seconds - 1 for run in runs)
     return Fit(
         efficiency=best,
         before=tuple(predicted(run, prior) / run.step_seconds - 1 for run in runs),
-        after=tuple(predicted(run, best) / run.step_seconds - 1 for run in runs),
+        after=after,
+        warnings=tuple(_warnings(runs, after, names, prior, best)),
     )
+
+
+def _warnings(
+    runs: Sequence[Measured], errors: Sequence[float], names: Sequence[str], prior: Efficiency, found: Efficiency
+) -> Iterator[str]:
+    """What a fit leaves unexplained: runs that it still misses, and parameters that go as far as is possible."""
+    limits = [
+        (name, "least" if value == BOUNDS[name][0] else "most", value)
+        for name in names
+        if (value := getattr(found, name)) in BOUNDS[name]
+    ]
+    missed = False
+    for run, error in zip(runs, errors, strict=True):
+        if abs(error) > EXPLAINED:
+            missed = True
+            moved = [name for name, _, value in limits if getattr(prior, name) != value]
+            cause = f" although {' and '.join(moved)} went to the limit" if moved else ""
+            yield (
+                f"{run.name} is still off by {error:+.0%}{cause}: something slows it or speeds it up that no efficiency is, "
+                "or it did not run as its plan says"
+            )
+    for name, end, value in limits:
+        if getattr(prior, name) != value:
+            yield f"{name} is {value:g}, the {end} that is physically possible: the runs ask for more than it can explain"
+        elif missed:  # else it explains the runs where it stood already
+            yield f"{name} is {value:g}, the {end} that is physically possible, as it was before"
 
 
 def calibrate_cluster(runs: Sequence[Run]) -> tuple[Cluster, Fit]:
@@ -128,7 +163,11 @@ def calibrate_cluster(runs: Sequence[Run]) -> tuple[Cluster, Fit]:
             )
     measured = [Measured(str(run.folder), run.plan, run.step_seconds) for run in runs]
     count = sum(run.measurements for run in runs)
-    found = fit(measured, first.gpu.efficiency, source=f"{len(runs)} runs of the cluster's own, {count} measurements")
+    prior = first.gpu.efficiency
+    # In the proportion that it has here, so that runs as predicted change nothing.
+    tied = {name: (other, getattr(prior, name) / getattr(prior, other)) for name, (other, _) in TIED.items()}
+    source = f"{len(runs)} runs of the cluster's own, {count} measurements"
+    found = fit(measured, prior, source=source, tied=tied)
     return replace(first, gpu=replace(first.gpu, efficiency=found.efficiency)), found
 
 
@@ -142,12 +181,14 @@ def with_efficiency(plan: Plan, efficiency: Efficiency) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, gpu=replace(plan.cluster.gpu, efficiency=efficiency)))
 
 
-def _with(prior: Efficiency, names: Sequence[str], logs: Sequence[float]) -> Efficiency:
+def _with(
+    prior: Efficiency, names: Sequence[str], logs: Sequence[float], tied: Mapping[str, tuple[str, float]]
+) -> Efficiency:
     values: dict[str, Any] = {name: round(min(max(math.exp(log), BOUNDS[name][0]), BOUNDS[name][1]), 6)
               for name, log in zip(names, logs, strict=True)}  # fmt: skip
-    for name, (other, proportion) in TIED.items():
+    for name, (other, proportion) in tied.items():
         if other in values:
-            values[name] = round(proportion * values[other], 6)
+            values[name] = round(min(1.0, proportion * values[other]), 6)
     return replace(prior, **values)
 
 

@@ -424,7 +424,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             {"run": str(run.folder), "step_time_ms": 1e3 * run.step_seconds, "before": before, "after": after}
             for run, before, after in zip(runs, found.before, found.after, strict=True)
         ]
-        print(json.dumps({"efficiency": encode(found.efficiency), "runs": errors}, indent=2))
+        said = {"efficiency": encode(found.efficiency), "runs": errors, "warnings": list(found.warnings)}
+        print(json.dumps(said, indent=2))
     else:
         print(calibration_text(runs, found, arguments.cluster))
     return 0

@@ -197,11 +197,8 @@ def _unused(spec: Spec) -> list[Remark]:
     """What the spec asks for and no part of the planner reads yet."""
     unused = []
     if spec.objective != "max_throughput":
-        message = f"{spec.objective}: no time or cost is predicted yet: the plain rule was used"
+        message = f"{spec.objective}: the search does not compare predicted times or costs yet: the plain rule was used"
         unused.append(Remark(kind="missed", by="lower", address="request.objective", message=message))
-    if spec.training.token_budget is not None:
-        message = "no time or cost is predicted yet: the budget is only recorded"
-        unused.append(Remark(kind="missed", by="lower", address="job.token_budget", message=message))
     return unused
 
 

@@ -91,7 +91,7 @@ class Case:
         return {
             "source": self.source,
             "quality": self.quality,
-            "model class": row.text("tags.arch") or "not given",
+            "model class": row.text("tags.arch") or ("moe" if row.section("model.moe") else "dense"),
             "GPU": plan.cluster.gpu.name if plan else row.text("hardware.gpu") or "not given",
             "parallelism": _parallelism(plan),
             "precision": row.text("tags.precision_class") or "not given",
@@ -133,6 +133,7 @@ def case_of(row: Row) -> Case:
         measured, peer = measured_of(row, plan), _peer(row)
     except Unusable as error:
         return Case(row, _NOTHING, None, skipped=error)
+    measured, odd_time, odd_memory = _without_the_impossible(measured)
     if built is None or plan is None:
         return Case(row, measured, peer, skipped=skipped)
     return Case(
@@ -142,13 +143,37 @@ def case_of(row: Row) -> Case:
         plan,
         built.program,
         built.assumptions,
-        time_unlike=built.time_unlike or _time_unlike(row, measured),
-        memory_unlike=built.memory_unlike
+        time_unlike=odd_time or built.time_unlike or _time_unlike(row, measured),
+        memory_unlike=odd_memory
+        or built.memory_unlike
         or ("failed for a reason not given" if row.text("status") == "crash" else None),
     )
 
 
 _NOTHING = Measured(None, None, None, None, "unknown", None, False)
+
+
+STEP_S = (1e-6, 1e7)
+"""Step times that can have been measured, in seconds."""
+
+MEMORY_GIB = (1e-3, 1e5)
+"""The same of one GPU's memory."""
+
+
+def _without_the_impossible(measured: Measured) -> tuple[Measured, str | None, str | None]:
+    """`measured` without numbers that nothing can have measured, and why its time and its memory are not compared then."""
+    time, memory, printed = measured.step_time_s, measured.peak_mem_gib, measured.peak_mem_printed_gb
+    odd_time = odd_memory = None
+    if time is not None and not STEP_S[0] <= time <= STEP_S[1]:
+        odd_time = f"impossible: a step of {time:g} s (from {measured.step_time_from})"
+        measured = replace(measured, step_time_s=None, step_time_from=None)
+    if memory is not None and not MEMORY_GIB[0] <= memory <= MEMORY_GIB[1]:
+        odd_memory = f"impossible: a peak of {memory:g} GiB"
+        measured = replace(measured, peak_mem_gib=None)
+    if printed is not None and not MEMORY_GIB[0] <= printed <= MEMORY_GIB[1]:
+        odd_memory = odd_memory or f"impossible: a peak of {printed:g} GB"
+        measured = replace(measured, peak_mem_printed_gb=None)
+    return measured, odd_time, odd_memory
 
 
 def _time_unlike(row: Row, measured: Measured) -> str | None:
@@ -166,11 +191,15 @@ def _peer(row: Row) -> Peer | None:
         return None
     return Peer(
         row.text("peer_prediction.system")[:40] or "peer",
-        row.positive("peer_prediction.step_time_s"),
-        row.positive("peer_prediction.peak_mem_gib"),
+        _within(row.positive("peer_prediction.step_time_s"), STEP_S),
+        _within(row.positive("peer_prediction.peak_mem_gib"), MEMORY_GIB),
         row.number_at("peer_prediction.error_time"),
         row.number_at("peer_prediction.error_mem"),
     )
+
+
+def _within(value: float | None, bounds: tuple[float, float]) -> float | None:
+    return value if value is not None and bounds[0] <= value <= bounds[1] else None
 
 
 def measured_of(row: Row, plan: Plan | None) -> Measured:

@@ -156,6 +156,12 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
             [(r["error"]["peak_mem_printed"], r) for r in records if r["error"].get("peak_mem_printed") is not None]
         ),
         "tables": {quantity: {table: _by(records, quantity, table) for table in TABLES} for quantity in QUANTITIES},
+        "not_compared": {
+            quantity: dict(
+                Counter(r["not_compared"][quantity] for r in records if quantity in r["not_compared"]).most_common()
+            )
+            for quantity in QUANTITIES
+        },
         "out_of_memory": {
             "rows": len(out_of_memory),
             "said_to_fit": [r["id"] for r in out_of_memory if r["predicted"]["fits"]],
@@ -291,6 +297,17 @@ def text_report(summary: Mapping[str, Any], records: Sequence[Record], worst: in
         "## Skipped rows",
         "",
         *_table(("rows", "reason"), [(count, kind) for kind, count in summary["skipped"].items()]),
+        "",
+        "## Numbers not compared",
+        "",
+        *_table(
+            ("rows", "of", "reason"),
+            [
+                (count, TITLES[quantity], why)
+                for quantity in QUANTITIES
+                for why, count in summary["not_compared"][quantity].items()
+            ],
+        ),
         "",
         "## Errors: predicted / measured - 1",
         "",

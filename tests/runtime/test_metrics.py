@@ -32,6 +32,13 @@ def estimated(**changes: object) -> Plan:
     values = {
         "num_params": 146_592,
         "flops_per_token": 1e6,
+        "flops_per_token_causal": 9e5,
+        "step_time": None,
+        "bottleneck": None,
+        "tflops_per_gpu": None,
+        "training_days": None,
+        "training_gpu_hours": None,
+        "training_cost": None,
         "memory": (memory,),
         "memory_available_gib": 10.0,
         "fits": True,

@@ -27,6 +27,15 @@ cluster: {gpu: h100-sxm-80gb, nodes: 1, gpus_per_node: 8}
 training: {steps: 20, seq_len: 8192, local_batch_size: 1}
 """
 
+
+def out_of_range(change: str, field: str, value: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """A case: a number of the cluster that no machine has, which would make the estimate infinite."""
+    before = "gpu: h100-sxm-80gb, nodes: 1," if change.startswith("gpu") else "nodes: 1,"
+    text = GPU.replace(before, change % value)
+    column = text.splitlines()[2].index(f"{field}: {value}") + len(f"{field}: ") + 1
+    return f"{field} {value}", text, [(f"3:{column}", f"{field}` is ")]
+
+
 # name, text, [(line:column or "", fragment of the message), ...]: every complaint, in order.
 CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("unknown section", GOOD + "traning: {steps: 3}\n", [("6:1", "has no field `traning`")]),
@@ -35,6 +44,23 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         "wrong type",
         GOOD.replace("steps: 20", "steps: many"),
         [("4:19", "must be a whole number, but it is the text 'many'")],
+    ),
+    *(
+        out_of_range(change, field, value)
+        for change, field, values in (
+            ("nodes: 1, efficiency: {launch_us: %s},", "launch_us", ("1e308", "-1")),
+            ("nodes: 1, efficiency: {overlap_slowdown: %s},", "overlap_slowdown", ("1e308",)),
+            ("nodes: 1, efficiency: {matmul: %s},", "matmul", ("1e-320", "0")),
+            ("nodes: 1, efficiency: {memory: %s},", "memory", ("5e-324",)),
+            ("nodes: 1, intra_node: {gb_per_s: %s},", "gb_per_s", ("5e-324", "1e308")),
+            ("nodes: 1, intra_node: {link: nvlink4, latency_us: %s},", "latency_us", ("1e308",)),
+            ("nodes: 1, price_per_gpu_hour: %s,", "price_per_gpu_hour", ("1e308",)),
+            ("gpu: {like: h100-sxm-80gb, memory_gib: %s}, nodes: 1,", "memory_gib", ("5e-324", "1e308")),
+            ("gpu: {like: h100-sxm-80gb, memory_gb_per_s: %s}, nodes: 1,", "memory_gb_per_s", ("5e-324", "1e308")),
+            ("gpu: {like: h100-sxm-80gb, bf16_tflops: %s}, nodes: 1,", "bf16_tflops", ("5e-324", "1e308")),
+            ("gpu: {like: h100-sxm-80gb, fp8_tflops: %s}, nodes: 1,", "fp8_tflops", ("5e-324", "1e308")),
+        )
+        for value in values
     ),
     ("negative", GOOD.replace("steps: 20", "steps: -5"), [("4:19", "must be at least 1")]),
     ("fraction", GOOD.replace("steps: 20", "steps: 2.5"), [("4:19", "must be a whole number, but it is 2.5")]),

@@ -12,13 +12,16 @@ import pytest
 from tests.unit.builders import compile_text
 from titan_planner.calibrate import BOUNDS, TIED, Measured, calibrate_cluster, fit, predicted, with_efficiency
 from titan_planner.cli import main
+from titan_planner.compiler import compile_spec
 from titan_planner.hardware import find_gpu
 from titan_planner.hardware.efficiencies import PRIORS
 from titan_planner.hardware.fitted import FITTED
 from titan_planner.ir.codec import digest, dumps
 from titan_planner.ir.errors import PlanError
 from titan_planner.ir.plan import Plan
+from titan_planner.render.cluster_file import cluster_file
 from titan_planner.runs import read_run
+from titan_planner.spec import load_spec
 
 SPEC = """
 spec_version: 1
@@ -118,6 +121,82 @@ def test_the_next_compile_uses_what_a_run_has_shown(tmp_path: Path, capsys: pyte
     # It may be written again, by a run under the calibrated plan.
     assert main(["calibrate", str(folder), "--cluster", str(target), "--json"]) == 0
     assert "efficiency" in json.loads(capsys.readouterr().out)
+
+
+CLUSTERS = {
+    "catalogue": "{node: dgx-h100}",
+    "network": "{gpu: h100-sxm-80gb, nodes: 2, inter_node: {link: ib-ndr-400, latency_us: 9.0}, price_per_gpu_hour: 2.5}",
+    "own GPU": "{gpu: {like: h100-sxm-80gb, name: my-h100, memory_gib: 90, bf16_tflops: 800}, gpus_per_node: 4}",
+    "own GPU with another's name": "{gpu: {like: a100-sxm-80gb, name: h100-sxm-80gb}}",
+    "own links": "{gpu: a100-sxm-80gb, nodes: 2, intra_node: {gb_per_s: 100, latency_us: 2, per_gpu: false}, "
+    "inter_node: {gb_per_s: 1.5e-3}}",
+    "own efficiencies": "{node: dgx-h100, efficiency: {attention: 0.5, attention_backward: 0.2, launch_us: 0}}",
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_a_run_as_predicted_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: str) -> None:
+    """The file is the whole cluster: what NVLink's switches add in follows from the link's name."""
+    text = SPEC.replace("{node: dgx-h100}", cluster) % (64, 4, "selective", "true")
+    plan = compile_text(text)
+    run = finished_run(tmp_path / "run", plan, 1e3 * predicted(Measured("", plan, 1.0), plan.cluster.gpu.efficiency))
+    target = tmp_path / "my-cluster.yaml"
+    assert main(["calibrate", str(run), "--cluster", str(target)]) == 0
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("extends: my-cluster.yaml\n" + text.replace(f"cluster: {cluster}\n", ""))
+    again = compile_spec(load_spec(spec))
+    assert plan.estimate is not None
+    assert again.estimate == plan.estimate
+    sourceless = [
+        replace(
+            c,
+            gpu=replace(c.gpu, source="", efficiency=replace(c.gpu.efficiency, source="")),
+            intra_node=replace(c.intra_node, source=""),
+            inter_node=replace(c.inter_node, source=""),
+        )
+        for c in (plan.cluster, again.cluster)
+    ]
+    assert sourceless[0] == sourceless[1]
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_gpu_that_no_spec_can_name_is_refused() -> None:
+    plan = plans()[0]
+    odd = replace(plan.cluster, gpu=replace(plan.cluster.gpu, compute_units=7))
+    with pytest.raises(PlanError, match="no spec can name it"):
+        cluster_file(odd)
+
+
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "5e-324", "1" + "0" * 400, "true", "-3", '"1"', "1e300"])
+def test_no_step_time_is_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
+    run = finished_run(tmp_path / "run", plans()[0], 2000.0)
+    good = (run / "speed.jsonl").read_text()
+    line = f'{{"plan": "{digest(plans()[0])}", "step_time_ms": {value}, "peak_memory_gib": {value}}}\n'
+    (run / "speed.jsonl").write_text(line)
+    assert main(["calibrate", str(run), "--cluster", str(tmp_path / "c.yaml")]) == 1
+    said = capsys.readouterr().err
+    assert "has no step time that could be one" in said
+    assert "Traceback" not in said
+    assert len(said) < 600
+    # Beside true measurements it counts for nothing.
+    (run / "speed.jsonl").write_text(line + good)
+    assert (read_run(run).step_seconds, read_run(run).peak_memory_gib) == (2.0, 51.0)
+
+
+def test_what_a_fit_does_not_explain_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plans()[0]
+    assert plan.estimate is not None
+    assert plan.estimate.step_time_ms is not None
+    run = finished_run(tmp_path / "run", plan, 20 * plan.estimate.step_time_ms)
+    arguments = ["calibrate", str(run), "--cluster", str(tmp_path / "c.yaml")]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "warning: " + str(run) + " is still off by -" in said
+    assert "matmul is 0.2, the least that is physically possible" in said
+    assert main([*arguments, "--json"]) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert any("still off" in warning for warning in warnings)
+    assert any(warning.startswith("matmul is") for warning in warnings)
 
 
 def test_a_file_of_the_users_own_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

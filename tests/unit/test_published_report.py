@@ -119,6 +119,34 @@ def test_times_and_memory_that_cannot_be_compared() -> None:
     assert not case_of(row(quality="D")).fitting
 
 
+@pytest.mark.parametrize(
+    ("changes", "of", "why"),
+    [
+        ({"measured__step_time_s": 1e-320}, "step_time", "a step of "),
+        ({"measured__step_time_s": 1e300}, "step_time", "a step of 1e+300 s (from measured.step_time_s)"),
+        ({"measured__tokens_per_s_per_gpu": 1e-320}, "step_time", "a step of inf s"),
+        ({"measured__tokens_per_s_per_gpu": 1e308}, "step_time", "a step of 0 s"),
+        ({"measured__peak_mem_gib": 1e-320}, "peak_mem", "a peak of "),
+        ({"measured__peak_mem_gib": None, "measured__peak_mem_printed": {"value": 1e300}}, "peak_mem", "1e+300 GB"),
+    ],
+)
+def test_numbers_that_nothing_measured_are_listed_with_the_reason(changes: dict[str, Any], of: str, why: str) -> None:
+    record = report.record_of(case_of(row(**changes)))
+    assert why in record["not_compared"][of]
+    assert record["error"][of] is None
+    summary = report.summarise([record])
+    json.dumps([record, summary], allow_nan=False)
+    assert "impossible: " in report.text_report(summary, [record])
+
+
+def test_a_row_without_a_class_counts_in_the_headline_of_its_model() -> None:
+    dense = report.record_of(case_of(row(tags__arch=None)))
+    assert dense["error"]["step_time"] is not None
+    found = report.summarise([dense])["targets"]
+    assert (found["step time, dense, quality A"]["rows"], found["step time, MoE, quality A"]["rows"]) == (1, 0)
+    assert case_of(row(tags__arch=None, model__moe={"experts": 8, "top_k": 2})).tags()["model class"] == "moe"
+
+
 # ------------------------------------------------------------------ predictions and errors
 
 

@@ -70,7 +70,8 @@ def test_a_pipelines_span_is_its_schedule_with_the_halves_of_backward_as_they_ar
 
 def test_the_load_of_experts_is_what_can_be() -> None:
     assert expert_load(moe(8, 2.0)) == (2.0, 2.0)
-    assert expert_load(moe(8, 100.0)) == (8.0, 8.0)  # all rows on one of eight ranks
+    # A rank of one expert gets one of a token's two choices: half of all rows, four times an eighth.
+    assert expert_load(moe(8, 100.0)) == (4.0, 4.0)
     assert expert_load(moe(1, 2.0)) == (1.0, 1.0)  # one rank has all experts
     assert expert_load(moe(8, 2.0, ", expert_capacity_factor: 1.0")) == (1.0, 1.0)
     assert expert_load(moe(8, 2.0, ", expert_capacity_factor: 0.5")) == (0.5, 1.0)

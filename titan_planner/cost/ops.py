@@ -10,9 +10,11 @@ import functools
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
+from titan_planner.cost.local import fuses, worst_imbalance
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Mlp, Moe, SwiGlu
 from titan_planner.ir.plan import Plan
+from titan_planner.ir.rules import mixtures
 
 Fusion: TypeAlias = Literal["eager", "compiled", "fused"]
 
@@ -247,23 +249,19 @@ def fusion_of(plan: Plan, program: Program = TITAN) -> Fusion:
     """Who fuses the memory-bound ops of blocks. Compiler backends for debugging fuse nothing."""
     if program.kernels != "plan":
         return program.kernels
-    fuses = plan.compile.enable and "model" in plan.compile.components and plan.compile.backend not in UNFUSED_BACKENDS
-    return "compiled" if fuses else "eager"
-
-
-UNFUSED_BACKENDS = ("eager", "aot_eager")
-"""torch.compile's backends that trace and run what they have traced, op by op."""
+    return "compiled" if fuses(plan) and "model" in plan.compile.components else "eager"
 
 
 def expert_load(plan: Plan) -> tuple[float, float]:
     """(rows that the busiest expert rank computes, rows that it receives over those sent to it) over even shares.
 
-    The request's imbalance, 1 where routing is forced even or where all experts are on one rank; never more than the ep ranks
-    there are, nor than a capacity lets an expert take.
+    The request's imbalance, 1 where routing is forced even or where all experts are on one rank; never more than
+    the rank's experts can be chosen for, nor than a capacity lets them take.
     """
     ep, capacity = plan.mesh.ep, plan.expert_parallel.capacity_factor
     asked = 1.0 if plan.expert_parallel.force_load_balance or ep == 1 else plan.request.limits.expert_imbalance
-    load = min(asked, float(ep))
+    worst = max((worst_imbalance(layer, ep) for layer in mixtures(plan.model)), default=1.0)
+    load = min(asked, worst)
     if capacity is None:
         return load, load
     # What is sent is cut to the capacity already (`collectives.expert_rows_sent`).

@@ -14,7 +14,8 @@ from titan_planner.cost.compute import (
     embedding_seconds,
     head_seconds,
 )
-from titan_planner.cost.ops import UNFUSED_BACKENDS, Fusion, fusion_of, shape_of
+from titan_planner.cost.local import fuses
+from titan_planner.cost.ops import Fusion, fusion_of, shape_of
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.roofline import Precision, float8_products
 from titan_planner.ir.fqn import matches
@@ -100,8 +101,7 @@ def loss_fusion(plan: Plan, program: Program = TITAN) -> Fusion:
     """Who fuses the loss."""
     if program.loss != "plan":
         return program.loss
-    fuses = plan.compile.enable and "loss" in plan.compile.components and plan.compile.backend not in UNFUSED_BACKENDS
-    return "compiled" if fuses else "eager"
+    return "compiled" if fuses(plan) and "loss" in plan.compile.components else "eager"
 
 
 def imbalance_of(plan: Plan) -> float:

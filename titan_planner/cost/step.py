@@ -100,19 +100,21 @@ def _pass(compute: Seconds, talk: PassCommunication, slowdown: float, tensor_ove
     waits = _none()
     for part, seconds in talk.waits.items():
         waits[part] += seconds
-    cover = compute.total  # each second of computing hides one second of one collective
-    if talk.matmul:
-        hides = min(talk.matmul * tensor_overlap, compute.matmul)
-        waits["tensor"] += talk.matmul - hides + slowdown * hides
-        cover -= hides
-    if talk.attention:
-        hides = min(talk.attention, compute.attention)
-        waits["context"] += talk.attention - hides + slowdown * hides
-        cover -= hides
-    if talk.hidden:
-        hides = min(talk.hidden - talk.ends, cover)
-        waits["data"] += talk.hidden - hides + slowdown * hides
+    hidden = hidden_seconds(compute, talk, tensor_overlap)
+    begun: dict[Part, float] = {"tensor": talk.matmul, "context": talk.attention, "data": talk.hidden}
+    for part, seconds in begun.items():
+        waits[part] += seconds - (1 - slowdown) * hidden[part]
     return _Pass(compute.total + sum(waits.values()), waits)
+
+
+def hidden_seconds(compute: Seconds, talk: PassCommunication, tensor_overlap: float) -> dict[Part, float]:
+    """Collectives of one pass that run beside its computing; each second of computing hides one second of one of them."""
+    found = _none()
+    found["tensor"] = min(talk.matmul * tensor_overlap, compute.matmul)
+    found["context"] = min(talk.attention, compute.attention)
+    cover = max(0.0, compute.total - found["tensor"] - found["context"])
+    found["data"] = min(talk.hidden - talk.ends, cover)
+    return found
 
 
 def _once(
@@ -163,8 +165,8 @@ def _span(
 
 # Bytes per element of the update. Norm: gradient read (4); clipping: read, write (8); AdamW: weight, gradient and two moments
 # read, weight and two moments written (28, fused). Unfused updates move each operand once per operation.
-_UPDATE_BYTES = {"fused": 28.0, "foreach": 80.0, "for-loop": 80.0}
-_NORM_AND_CLIP_BYTES = 12.0
+UPDATE_BYTES = {"fused": 28.0, "foreach": 80.0, "for-loop": 80.0}
+NORM_AND_CLIP_BYTES = 12.0
 
 
 OFFLOAD_BYTES_PER_S = 20e9
@@ -175,7 +177,7 @@ OFFLOAD_BYTES_PER_S = 20e9
 def _update_seconds(plan: Plan, program: Program) -> tuple[float, ...]:
     """Norm, clipping and update of the elements that one rank of each pipeline rank holds, and their way to the host."""
     width = BYTES[plan.dtype] / 4
-    each = (_UPDATE_BYTES[plan.optimizer.implementation] + _NORM_AND_CLIP_BYTES) * width
+    each = (UPDATE_BYTES[plan.optimizer.implementation] + NORM_AND_CLIP_BYTES) * width
     rate = OFFLOAD_BYTES_PER_S if plan.fsdp.cpu_offload else memory_rate(plan.cluster.gpu)
     if program.data_policy in ("plan", "ddp"):
         held: Mapping[str, float] = sharded_numel(plan)
@@ -187,15 +189,15 @@ def _update_seconds(plan: Plan, program: Program) -> tuple[float, ...]:
     rank_of = [stage.pp_rank for stage in plan.pipeline.stages]
     for layer in plan.layers:
         numel[rank_of[layer.stage]] += held[layer.fqn] / shards
-    muon = _muon_seconds(plan) if plan.optimizer.name == "Muon" else (0.0,) * plan.mesh.pp
-    moved = _offloaded_bytes(plan) if plan.fsdp.cpu_offload else 0.0
+    muon = muon_seconds(plan) if plan.optimizer.name == "Muon" else (0.0,) * plan.mesh.pp
+    moved = offloaded_bytes(plan) if plan.fsdp.cpu_offload else 0.0
     return tuple(
         (each / rate + moved / OFFLOAD_BYTES_PER_S) * count + orthogonal
         for count, orthogonal in zip(numel, muon, strict=True)
     )
 
 
-def _offloaded_bytes(plan: Plan) -> float:
+def offloaded_bytes(plan: Plan) -> float:
     """Bytes per element that a step moves over PCIe: weights up for every gather, gradients down for every reduction.
 
     Taken as waited for. Weights that stay gathered go up once in each run of a schedule.
@@ -223,7 +225,7 @@ def _muon_flops(model: Model) -> Mapping[str, float]:
     return found
 
 
-def _muon_seconds(plan: Plan) -> tuple[float, ...]:
+def muon_seconds(plan: Plan) -> tuple[float, ...]:
     """Every rank orthogonalises the whole matrices of its stages, in bf16; experts are shared out over ep."""
     gpu = plan.cluster.gpu
     stage_of = {layer.fqn: layer.stage for layer in plan.layers}

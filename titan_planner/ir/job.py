@@ -182,4 +182,6 @@ class Job:
     comm: Comm
     validation: Validation
     environment: Annotated[Mapping[str, str], Field("Environment variables that the launcher sets on every rank.")]
-    token_budget: Annotated[float | None, Field("Tokens of the whole training run, for time and cost estimates.", gt=0)]
+    token_budget: Annotated[
+        float | None, Field("Tokens of the whole training run, for time and cost estimates.", ge=1, le=1e20)
+    ]

@@ -123,10 +123,10 @@ class GpuSpec:
 
     like: Annotated[str, Field("Catalogue GPU that the other numbers come from.")]
     name: Annotated[str | None, Field("Name to show.")] = None
-    memory_gib: Annotated[float | None, Field("Usable memory in GiB.", gt=0)] = None
-    memory_gb_per_s: Annotated[float | None, Field("Memory bandwidth in 1e9 bytes/s.", gt=0)] = None
-    bf16_tflops: Annotated[float | None, Field("Dense bfloat16 peak in 1e12 FLOP/s.", gt=0)] = None
-    fp8_tflops: Annotated[float | None, Field("Dense Float8 peak in 1e12 FLOP/s.", gt=0)] = None
+    memory_gib: Annotated[float | None, Field("Usable memory in GiB.", ge=0.1, le=1e5)] = None
+    memory_gb_per_s: Annotated[float | None, Field("Memory bandwidth in 1e9 bytes/s.", ge=1e-2, le=1e7)] = None
+    bf16_tflops: Annotated[float | None, Field("Dense bfloat16 peak in 1e12 FLOP/s.", ge=1e-4, le=1e7)] = None
+    fp8_tflops: Annotated[float | None, Field("Dense Float8 peak in 1e12 FLOP/s.", ge=1e-4, le=1e7)] = None
 
 
 @record
@@ -134,8 +134,8 @@ class LinkSpec:
     """A link of the catalogue, or one with numbers of the user's own."""
 
     link: Annotated[str | None, Field("Catalogue name; `titan-plan hardware` lists them.")] = None
-    gb_per_s: Annotated[float | None, Field("Unidirectional bandwidth in 1e9 bytes/s.", gt=0)] = None
-    latency_us: Annotated[float | None, Field("Latency of one hop in microseconds.", ge=0)] = None
+    gb_per_s: Annotated[float | None, Field("Unidirectional bandwidth in 1e9 bytes/s.", ge=1e-4, le=1e6)] = None
+    latency_us: Annotated[float | None, Field("Latency of one hop in microseconds.", ge=0, le=1e7)] = None
     per_gpu: Annotated[bool | None, Field("True: each GPU has it. False: the node's GPUs share it.")] = None
 
     def check(self) -> None:
@@ -147,15 +147,17 @@ class LinkSpec:
 class EfficiencySpec:
     """How close to its peaks the GPU comes here, as `titan-plan calibrate` fits it. What is absent is the catalogue's."""
 
-    matmul: Annotated[float | None, Field("Part of the bf16 peak that large matmuls reach.", gt=0, le=1)] = None
-    matmul_float8: Annotated[float | None, Field("Part of the 8-bit peak that large matmuls reach.", gt=0, le=1)] = None
-    attention: Annotated[float | None, Field("Part of the bf16 peak in attention's forward.", gt=0, le=1)] = None
-    attention_backward: Annotated[float | None, Field("The same in backward.", gt=0, le=1)] = None
-    memory: Annotated[float | None, Field("Part of the memory bandwidth reached.", gt=0, le=1)] = None
-    intra_node: Annotated[float | None, Field("Part of the link inside a node reached.", gt=0, le=1)] = None
-    inter_node: Annotated[float | None, Field("Part of the link between nodes reached.", gt=0, le=1)] = None
-    overlap_slowdown: Annotated[float | None, Field("Slowdown of computing beside a collective.", ge=0)] = None
-    launch_us: Annotated[float | None, Field("Host time to launch one kernel, microseconds.", ge=0)] = None
+    matmul: Annotated[float | None, Field("Part of the bf16 peak that large matmuls reach.", ge=1e-3, le=1)] = None
+    matmul_float8: Annotated[float | None, Field("Part of the 8-bit peak that large matmuls reach.", ge=1e-3, le=1)] = (
+        None
+    )
+    attention: Annotated[float | None, Field("Part of the bf16 peak in attention's forward.", ge=1e-3, le=1)] = None
+    attention_backward: Annotated[float | None, Field("The same in backward.", ge=1e-3, le=1)] = None
+    memory: Annotated[float | None, Field("Part of the memory bandwidth reached.", ge=1e-3, le=1)] = None
+    intra_node: Annotated[float | None, Field("Part of the link inside a node reached.", ge=1e-3, le=1)] = None
+    inter_node: Annotated[float | None, Field("Part of the link between nodes reached.", ge=1e-3, le=1)] = None
+    overlap_slowdown: Annotated[float | None, Field("Slowdown of computing beside a collective.", ge=0, le=10)] = None
+    launch_us: Annotated[float | None, Field("Host time to launch one kernel, microseconds.", ge=0, le=1e5)] = None
     source: Annotated[str | None, Field("What they were fitted on.")] = None
 
 
@@ -169,7 +171,7 @@ class ClusterSpec:
     nodes: Annotated[int, Field("Number of nodes.", ge=1, le=10**6)] = 1
     intra_node: Annotated[str | LinkSpec | None, Field("Link inside a node; the GPU's own when absent.")] = None
     inter_node: Annotated[str | LinkSpec | None, Field("Link between nodes; needed when nodes > 1.")] = None
-    price_per_gpu_hour: Annotated[float | None, Field("Price of one GPU for one hour.", ge=0)] = None
+    price_per_gpu_hour: Annotated[float | None, Field("Price of one GPU for one hour.", ge=0, le=1e9)] = None
     efficiency: Annotated[EfficiencySpec | None, Field("Calibrated efficiencies; the catalogue's when absent.")] = None
 
     def check(self) -> None:
@@ -199,7 +201,9 @@ class TrainingSpec:
     enable_cpu_offload: Annotated[bool, Field("Keep parameters and optimizer in host memory.")] = False
     seed: Annotated[int, Field("Base seed of weights and everything drawn.", ge=0, lt=2**63)] = 0
     deterministic: Annotated[bool, Field("Deterministic algorithms only.")] = False
-    token_budget: Annotated[float | None, Field("Tokens of the whole training, for time and cost.", gt=0)] = None
+    token_budget: Annotated[float | None, Field("Tokens of the whole training, for time and cost.", ge=1, le=1e20)] = (
+        None
+    )
 
     def check(self) -> None:
         if self.global_batch_size == 0:

@@ -17,7 +17,8 @@ from titan_planner.stages import InfeasibleStages
 def search_sharding(plan: Plan, ctx: Context) -> Plan:
     """Choose the mesh with the least model parallelism that fits in memory, its schedule and its local batch.
 
-    The rule is plain on purpose: no time is predicted yet, and communication grows with every degree of model parallelism.
+    The rule is plain on purpose: predicted times are not compared yet, and communication grows with every degree of
+    model parallelism.
     Candidates come in a fixed order (pp x cp x tp, then pp, cp, tp), so ties need no breaking.
     """
     best: tuple[float, Plan] | None = None

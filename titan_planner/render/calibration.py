@@ -24,5 +24,7 @@ def calibration_text(runs: Sequence[Run], found: Fit, target: str) -> str:
         (str(run.folder), f"{1e3 * run.step_seconds:,.1f} ms", f"{before:+.1%}", f"{after:+.1%}")
         for run, before, after in zip(runs, found.before, found.after, strict=True)
     ]
-    lines += ["", *table(errors), "", f"wrote {target}; a spec uses it by `extends: {target}`"]
+    lines += ["", *table(errors)]
+    lines += ["", *(f"warning: {warning}" for warning in found.warnings)] if found.warnings else []
+    lines += ["", f"wrote {target}; a spec uses it by `extends: {target}`"]
     return "\n".join(lines)

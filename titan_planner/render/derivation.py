@@ -4,33 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_planner.cost.collectives import Collective, collectives
-from titan_planner.cost.communication import PART_OF, Part, network_of
-from titan_planner.cost.compute import recomputed
-from titan_planner.cost.network import seconds
-from titan_planner.cost.ops import Elementwise, Matmul, Mixing, Op, block_ops, shape_of
-from titan_planner.cost.roofline import (
-    Precision,
-    attention_seconds,
-    elementwise_seconds,
-    matmul_seconds,
-    shape_efficiency,
-)
-from titan_planner.cost.stage import converted_names, kernels_of, layer_blocks
 from titan_planner.cost.step import StepSeconds, step_seconds
-from titan_planner.ir.fqn import fold
 from titan_planner.ir.inventory import num_active_params
 from titan_planner.ir.plan import Plan, StepTime
+from titan_planner.render.memory_terms import memory_terms
+from titan_planner.render.show import MEMORY_PARTS
+from titan_planner.render.terms import parameter_terms, step_terms
 
 Fact = tuple[str, str]
 
 _PARTS: dict[str, str] = {name: name.removesuffix("_ms").replace("_", " ") for name in StepTime.__dataclass_fields__}
-_WAITING: dict[str, Part] = {
-    "data_parallel_ms": "data",
-    "tensor_parallel_ms": "tensor",
-    "context_parallel_ms": "context",
-    "expert_parallel_ms": "expert",
-}
 
 
 def derivation(plan: Plan, name: str) -> Iterator[Fact]:
@@ -48,6 +31,15 @@ def derivation(plan: Plan, name: str) -> Iterator[Fact]:
             yield from _rates(plan, found)
         case "flops_per_token" | "flops_per_token_causal":
             yield from _flops(plan)
+        case "training_cost":
+            yield from _rates(plan, found)
+            yield from _bought(plan)
+        case "num_params":
+            yield from _parameters(plan)
+        case "memory" | "peak_memory_gib" | "fits":
+            yield from _memory(plan, "")
+        case _ if name.startswith("memory."):
+            yield from _memory(plan, name.removeprefix("memory."))
         case _ if name.startswith("step_time."):
             yield from _part(plan, found, name.removeprefix("step_time."))
         case _:
@@ -113,93 +105,47 @@ def _fitted(plan: Plan) -> Iterator[Fact]:
 
 
 def _part(plan: Plan, found: StepSeconds, part: str) -> Iterator[Fact]:
-    if part in _WAITING:
-        yield from _collectives(plan, _WAITING[part])
-    elif part in ("matmul_ms", "attention_ms", "memory_bound_ms", "float8_casts_ms", "recompute_ms"):
-        yield from _ops(plan, part)
-    elif part == "bubble_ms":
-        busy = found.total - found.bubble - found.optimizer
-        yield "bubble", f"last end of the schedule's actions less {_ms(1e3 * busy)} in which rank {found.rank} works"
+    for term in step_terms(plan, found, part):
+        yield term.name, f"{_ms(term.amount)} = {term.words}"
     yield from _fitted(plan)
 
 
-def _ops(plan: Plan, part: str) -> Iterator[Fact]:
-    """Every op of every kind of layer once, with the number of layers on the whole model."""
-    shape, kernels = shape_of(plan), kernels_of(plan)
-    blocks = layer_blocks(plan.model)
-    converted = converted_names(plan.model, plan.float8.converted)
-    policies = {policy.name: policy for policy in plan.activation_checkpoint.policies}
-    kinds: dict[tuple[int, str, frozenset[str]], list[str]] = {}
-    for number, layer in enumerate(plan.layers[1:-2]):
-        key = (id(blocks[number]), layer.checkpoint, converted.get(number, frozenset()))
-        kinds.setdefault(key, []).append(layer.fqn)
-    for (_, checkpoint, names), layers in kinds.items():
-        block = blocks[int(layers[0].split(".")[1])]
-        ops = block_ops(block, plan.model.dim, shape)
-        where = ", ".join(fold(layers))
-        if part == "recompute_ms":
-            again = recomputed(ops, policies[checkpoint], kernels)
-            yield where, f"policy {checkpoint}: {', '.join(op_name(op) for op in again) or 'nothing'}"
+def _bought(plan: Plan) -> Iterator[Fact]:
+    estimate, price = plan.estimate, plan.cluster.price_per_gpu_hour
+    assert estimate is not None
+    if estimate.training_cost is None or estimate.training_gpu_hours is None:
+        lacks = "a `training.token_budget`" if plan.job.token_budget is None else "a `cluster.price_per_gpu_hour`"
+        yield "cost", f"none: it needs {lacks}"
+        return
+    yield "cost", f"{estimate.training_gpu_hours:,.4g} GPU-hours x {price:g} = {estimate.training_cost:,.4g}"
+
+
+def _parameters(plan: Plan) -> Iterator[Fact]:
+    for term in parameter_terms(plan):
+        yield term.name, f"{term.amount:,.0f}" + (f" = {term.words}" if " x " in term.words else "")
+    if plan.model.tied:
+        yield "output", "0: tied to tok_embeddings"
+
+
+def _memory(plan: Plan, name: str) -> Iterator[Fact]:
+    """`name` is empty, an index of `estimate.memory`, or an index and a field."""
+    estimate = plan.estimate
+    assert estimate is not None
+    index, _, wanted = name.partition(".")
+    for number, (stage, moment, parts) in enumerate(memory_terms(plan)):
+        if index not in ("", str(number)):
             continue
-        for op in ops:
-            words = _op(plan, op, part, kernels.precision if op_name(op) in names else "bf16")
-            if words:
-                yield f"{where} {op_name(op)}", words
-
-
-def op_name(op: Op) -> str:
-    """What to call an op."""
-    return "attention" if isinstance(op, Mixing) else op.name
-
-
-def _op(plan: Plan, op: Op, part: str, precision: Precision) -> str | None:
-    gpu, kernels = plan.cluster.gpu, kernels_of(plan)
-    match op:
-        case Matmul() if part in ("matmul_ms", "float8_casts_ms"):
-            took = matmul_seconds(
-                op, precision, gpu, kernels.fused_casts, kernels.gradient_bytes, kernels.float8_products
-            )
-            if part == "float8_casts_ms":
-                return (
-                    None
-                    if precision == "bf16"
-                    else f"{precision}: {_us(took.forward_casts)} forward, {_us(took.backward_casts)} backward"
-                )
-            reached = shape_efficiency(op.m / op.groups, op.n, op.k, gpu.compute_units, op.groups)
-            return (
-                f"{op.m:,.0f} x {op.n:,} x {op.k:,} {precision}: {op.flops / 1e12:.3g} TFLOP, shape factor {reached:.2f}: "
-                f"{_us(took.forward)} forward, {_us(took.input_gradient)} + {_us(took.weight_gradient)} backward"
-            )
-        case Mixing() if part == "attention_ms":
-            forward, backward = attention_seconds(op, gpu)
-            return f"{op.flops / 1e12:.3g} TFLOP under the mask: {_us(forward)} forward, {_us(backward)} backward"
-        case Elementwise() if part == "memory_bound_ms":
-            forward, backward = elementwise_seconds(op, gpu)
-            return (
-                f"{op.forward_bytes / 1e6:,.0f} MB: {_us(forward)} forward, "
-                f"{op.backward_bytes / 1e6:,.0f} MB: {_us(backward)} backward"
-            )
-        case _:
-            return None
-
-
-def _collectives(plan: Plan, part: Part) -> Iterator[Fact]:
-    for one in collectives(plan):
-        if PART_OF[one.axis] == part:
-            yield f"stage {one.stage} {one.module} {one.phase}", _collective(plan, one)
-
-
-def _collective(plan: Plan, one: Collective) -> str:
-    hides = "" if one.overlaps is None else f", beside {one.overlaps}" + (f" but {one.exposed}" if one.exposed else "")
-    return (
-        f"{one.count:,} x {one.kind} of {one.nbytes / 1e6:,.3g} MB over {one.ranks} ranks of {one.axis}: "
-        f"{_us(seconds(plan, one, network_of(plan.cluster.gpu.efficiency)))} each{hides}"
-    )
+        recorded = {memory.stage: memory for memory in estimate.memory}.get(stage)
+        who = f"stage {stage} " if len(estimate.memory) > 1 else ""
+        if recorded is not None and not wanted:
+            sums = [(word, getattr(recorded, part)) for part, word in MEMORY_PARTS.items()]
+            yield f"stage {stage}", ", ".join(f"{word} {size:.2f}" for word, size in sums if size)
+            yield f"{who}fullest", f"at the {moment}; the terms below are of that moment, in GiB"
+        for part, terms in parts.items():
+            if wanted in ("", part, "total_gib"):
+                for term in terms:
+                    yield f"{who}{MEMORY_PARTS[part]}: {term.name}", f"{term.amount:,.3f} = {term.words}"
 
 
 def _ms(value: float) -> str:
     return f"{value:,.4g} ms"
-
-
-def _us(value: float) -> str:
-    return f"{1e6 * value:,.0f} us"

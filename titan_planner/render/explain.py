@@ -484,9 +484,10 @@ def _facts(plan: Plan, modules: Modules, address: str) -> Iterator[tuple[str, st
         case "estimate" if plan.estimate is not None:
             peak, available = plan.estimate.peak_memory_gib, plan.estimate.memory_available_gib
             fits = "fits" if plan.estimate.fits else "does NOT fit"
-            yield "peak memory", f"{peak:.2f} of {available:.2f} GiB: {fits}"
+            if name in ("", "fits") or name.startswith("memory"):
+                yield "peak memory", f"{peak:.2f} of {available:.2f} GiB: {fits}"
             yield from derivation(plan, name)
-            for memory in plan.estimate.memory if name in ("", "memory", "peak_memory_gib", "fits") else ():
+            for memory in plan.estimate.memory if name == "" else ():
                 parts = [(word, getattr(memory, part)) for part, word in MEMORY_PARTS.items()]
                 words = ", ".join(f"{word} {size:.2f}" for word, size in parts if size)
                 yield f"stage {memory.stage}", words
