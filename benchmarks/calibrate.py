@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.published.cases import Case, load_cases  # noqa: E402
 from titan_planner.calibrate import Fit, Measured, fit, predicted  # noqa: E402
-from titan_planner.hardware.efficiencies import PRIORS, efficiency  # noqa: E402
+from titan_planner.hardware.efficiencies import PRIORS  # noqa: E402
 from titan_planner.ir.cluster import Efficiency  # noqa: E402
 
 CAP = 40
@@ -183,8 +183,6 @@ def _write_fitted(found: dict[str, Fit]) -> None:
     path.write_text("\n".join(lines), encoding="utf-8")
     print(f"wrote {path.relative_to(ROOT)}")
 
-
-__all__ = ["efficiency", "fit_gpu", "main", "runs_of"]
 
 if __name__ == "__main__":
     sys.exit(main())

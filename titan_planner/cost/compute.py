@@ -25,7 +25,6 @@ from titan_planner.cost.roofline import (
     elementwise_seconds,
     matmul_seconds,
     memory_rate,
-    product_seconds,
 )
 from titan_planner.ir.cluster import Gpu
 from titan_planner.ir.execution import CheckpointPolicy
@@ -324,15 +323,3 @@ def embedding_seconds(dim: int, local_vocab: int, shape: Shape, kernels: Kernels
         forward=Seconds(memory_bound=4 * rows / rate),
         to_weight=Seconds(memory_bound=(8 * rows + 2 * table) / rate),
     )
-
-
-__all__ = [
-    "Kernels",
-    "ModuleSeconds",
-    "Seconds",
-    "block_seconds",
-    "embedding_seconds",
-    "head_seconds",
-    "product_seconds",
-    "recomputed",
-]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from titan_planner.cost.flops import flops_per_token, flops_per_token_causal
+from titan_planner.cost.local import imbalance_of
 from titan_planner.cost.memory import stage_memory
 from titan_planner.cost.program import TITAN, Program
-from titan_planner.cost.stage import imbalance_of
 from titan_planner.cost.step import believed, step_seconds, step_time
 from titan_planner.ir.inventory import num_params
 from titan_planner.ir.plan import Estimate, Plan, StepTime

@@ -175,6 +175,11 @@ def fuses(plan: Plan) -> bool:
     return plan.compile.enable and plan.compile.backend not in _RUN_OP_BY_OP
 
 
+def imbalance_of(plan: Plan) -> float:
+    """Rows of the busiest expert rank over the mean: what the request expects, 1 where routing is forced even."""
+    return 1.0 if plan.expert_parallel.force_load_balance else plan.request.limits.expert_imbalance
+
+
 def worst_imbalance(moe: Moe, ep: int) -> float:
     """Rows over the mean when every token goes to experts of one rank, as many of them as it has."""
     here = moe.num_experts // ep

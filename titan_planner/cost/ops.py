@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
-from titan_planner.cost.local import fuses, worst_imbalance
+from titan_planner.cost.local import effective_imbalance, fuses, imbalance_of
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.ir.model import Attention, Block, FeedForward, Gqa, Mlp, Moe, SwiGlu
 from titan_planner.ir.plan import Plan
@@ -258,14 +258,11 @@ def expert_load(plan: Plan) -> tuple[float, float]:
     The request's imbalance, 1 where routing is forced even or where all experts are on one rank; never more than
     the rank's experts can be chosen for, nor than a capacity lets them take.
     """
-    ep, capacity = plan.mesh.ep, plan.expert_parallel.capacity_factor
-    asked = 1.0 if plan.expert_parallel.force_load_balance or ep == 1 else plan.request.limits.expert_imbalance
-    worst = max((worst_imbalance(layer, ep) for layer in mixtures(plan.model)), default=1.0)
-    load = min(asked, worst)
-    if capacity is None:
-        return load, load
+    asked = imbalance_of(plan)
+    received = max((effective_imbalance(plan, layer, asked) for layer in mixtures(plan.model)), default=1.0)
     # What is sent is cut to the capacity already (`collectives.expert_rows_sent`).
-    return min(load, capacity), min(load, capacity) / min(1.0, capacity)
+    capacity = plan.expert_parallel.capacity_factor
+    return received * (1.0 if capacity is None else min(1.0, capacity)), received
 
 
 def shape_of(plan: Plan, program: Program = TITAN) -> Shape:

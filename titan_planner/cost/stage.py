@@ -14,7 +14,7 @@ from titan_planner.cost.compute import (
     embedding_seconds,
     head_seconds,
 )
-from titan_planner.cost.local import fuses
+from titan_planner.cost.local import BYTES, fuses
 from titan_planner.cost.ops import Fusion, fusion_of, shape_of
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.roofline import Precision, float8_products
@@ -22,8 +22,6 @@ from titan_planner.ir.fqn import matches
 from titan_planner.ir.inventory import linear_modules, parameters
 from titan_planner.ir.model import Block, Blocks, Model
 from titan_planner.ir.plan import Plan
-
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def stage_seconds(plan: Plan, program: Program = TITAN) -> tuple[ModuleSeconds, ...]:
@@ -102,11 +100,6 @@ def loss_fusion(plan: Plan, program: Program = TITAN) -> Fusion:
     if program.loss != "plan":
         return program.loss
     return "compiled" if fuses(plan) and "loss" in plan.compile.components else "eager"
-
-
-def imbalance_of(plan: Plan) -> float:
-    """Rows of the busiest expert rank over the mean: what the request expects, 1 where routing is forced even."""
-    return 1.0 if plan.expert_parallel.force_load_balance else plan.request.limits.expert_imbalance
 
 
 @functools.lru_cache(maxsize=64)

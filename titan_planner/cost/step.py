@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from titan_planner.cost.communication import Part, PassCommunication, StageCommunication, communication
 from titan_planner.cost.compute import ModuleSeconds, Seconds
+from titan_planner.cost.local import BYTES
 from titan_planner.cost.memory import module_numel, sharded_numel, top_level
 from titan_planner.cost.ops import expert_load
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.roofline import memory_rate
-from titan_planner.cost.stage import BYTES, stage_seconds
+from titan_planner.cost.stage import stage_seconds
 from titan_planner.cost.timeline import StageTime, simulate, torch_sends
 from titan_planner.ir.inventory import muon_parameters, parameters
 from titan_planner.ir.model import Model

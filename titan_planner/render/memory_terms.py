@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from titan_planner.cost.activations import block_saved, embedding_saved, final_norm_saved, output_saved, total
-from titan_planner.cost.local import Local, local, loss_kernels
+from titan_planner.cost.local import BYTES, Local, imbalance_of, local, loss_kernels
 from titan_planner.cost.memory import GIB, STRANDED, Moment, Parts, RankMemory, numels, rank_memory, sharded_numel
 from titan_planner.cost.program import TITAN
 from titan_planner.cost.reserve import reserve
-from titan_planner.cost.stage import BYTES, imbalance_of, layer_blocks
+from titan_planner.cost.stage import layer_blocks
 from titan_planner.ir.fqn import fold, matches
 from titan_planner.ir.plan import Layer, Plan
 from titan_planner.render.terms import Term

@@ -17,6 +17,7 @@ from titan_planner.cost.compute import (
     linear_seconds,
     recomputed,
 )
+from titan_planner.cost.local import BYTES
 from titan_planner.cost.memory import sharded_numel
 from titan_planner.cost.network import seconds
 from titan_planner.cost.ops import Elementwise, Matmul, Mixing, Op, block_ops, expert_load, shape_of
@@ -30,7 +31,6 @@ from titan_planner.cost.roofline import (
     shape_efficiency,
 )
 from titan_planner.cost.stage import (
-    BYTES,
     converted_names,
     kernels_of,
     layer_blocks,
