@@ -108,12 +108,15 @@ def layer_blocks(model: Model) -> tuple[Block, ...]:
     return tuple(model.layers())
 
 
-@functools.lru_cache(maxsize=256)
 def converted_names(model: Model, selectors: tuple[str, ...]) -> dict[int, frozenset[str]]:
-    """Layer number -> its linears in 8-bit, named below the block; -1 has the output projection."""
+    """Layer number -> its linears that `selectors` name, named below the block; -1 has the output projection."""
+    # Most policies force nothing, and to look an answer up means to hash the whole model.
+    return _converted_names(model, selectors) if selectors else {}
+
+
+@functools.lru_cache(maxsize=256)
+def _converted_names(model: Model, selectors: tuple[str, ...]) -> dict[int, frozenset[str]]:
     found: dict[int, set[str]] = {}
-    if not selectors:
-        return {}
     experts = [p.target for p in parameters(model) if p.is_expert]
     for fqn in (*linear_modules(model), *experts):
         if any(matches(selector, fqn) for selector in selectors):
