@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_planner.cost.flops import flops_per_token, flops_per_token_causal
 from titan_planner.cost.local import imbalance_of
-from titan_planner.cost.memory import stage_memory
+from titan_planner.cost.memory import available_bytes, rank_memory, reported
 from titan_planner.cost.program import TITAN, Program
 from titan_planner.cost.step import believed, step_seconds, step_time
 from titan_planner.ir.inventory import num_params
@@ -13,7 +13,7 @@ from titan_planner.ir.plan import Estimate, Plan, StepTime
 
 def estimate(plan: Plan, program: Program = TITAN) -> Estimate:
     """Parameters, FLOPs, memory and time of `plan` when `program` runs it."""
-    memory = stage_memory(plan, program, imbalance_of(plan))
+    ranks = rank_memory(plan, program, imbalance_of(plan))
     available = round(plan.cluster.gpu.memory_gib * (1 - plan.request.limits.memory_headroom), 3)
     found = step_seconds(plan, program)
     parts = step_time(found)
@@ -26,9 +26,10 @@ def estimate(plan: Plan, program: Program = TITAN) -> Estimate:
         num_params=num_params(plan.model),
         flops_per_token=per_token,
         flops_per_token_causal=flops_per_token_causal(plan.model, plan.batch.seq_len),
-        memory=memory,
+        memory=reported(plan, ranks),
         memory_available_gib=available,
-        fits=all(stage.total_gib <= available for stage in memory),
+        # Judged before rounding, by the bytes that the passes count with.
+        fits=max(rank.nbytes(plan.cluster.gpu.device) for rank in ranks) <= available_bytes(plan),
         step_time_ms=believed(1e3 * found.total),
         step_time=parts,
         bottleneck=bottleneck(parts),

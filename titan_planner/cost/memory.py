@@ -174,6 +174,16 @@ def _amounts(parts: Parts) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Equal top-level modules of one stage under one policy."""
+
+    fqn: str  # of the first
+    count: int
+    stage: int
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
     """A moment of a step and what is in memory then."""
 
@@ -200,16 +210,31 @@ class RankMemory:
         most: float = sum(map(max, zip(*(_amounts(moment.parts) for moment in self.moments), strict=True)))
         return float(STRANDED * (most - self.fullest.parts.total))
 
+    def nbytes(self, device: str) -> float:
+        """What the rank's tensors need of the device, with what the caching allocator strands where there is one."""
+        return self.fullest.parts.total + (self.stranded if device == "cuda" else 0.0)
+
 
 def stage_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANCED) -> tuple[StageMemory, ...]:
     """Memory of the fullest rank of each pipeline *rank*, reported at its first stage; GiB.
 
     `imbalance` is the load of the busiest expert rank over the mean; `experts_worst_gib` says what the worst would add.
     """
+    return reported(plan, rank_memory(plan, program, imbalance))
+
+
+def available_bytes(plan: Plan) -> float:
+    """What a rank's tensors may take: the device's memory less the headroom asked for, context, communicators, workspaces."""
+    usable = plan.cluster.gpu.memory_gib * (1 - plan.request.limits.memory_headroom) * GIB
+    return usable - sum(line.nbytes for line in reserve(plan))
+
+
+def reported(plan: Plan, ranks: tuple[RankMemory, ...]) -> tuple[StageMemory, ...]:
+    """`ranks` in GiB, rounded to what is believed."""
     cuda = plan.cluster.gpu.device == "cuda"
     reserved = sum(line.nbytes for line in reserve(plan))
     found = []
-    for rank in rank_memory(plan, program, imbalance):
+    for rank in ranks:
         fullest = rank.fullest
         parts = fullest.parts
         found.append(
@@ -234,38 +259,65 @@ def stage_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANC
 
 def rank_memory(plan: Plan, program: Program = TITAN, imbalance: float = BALANCED) -> tuple[RankMemory, ...]:
     """The same in bytes, moment by moment, for every pipeline rank."""
-    sizes = local(plan, program, imbalance)
-    worst = 1.0
-    if not plan.expert_parallel.force_load_balance:
-        worst = max((effective_imbalance(plan, m, math.inf) for m in _mixtures(plan.model)), default=1.0)
-    elements = numels(plan)
-    blocks = _block_of(plan.model)
-    policies = {policy.name: policy for policy in plan.activation_checkpoint.policies}
-    resharded = _resharded(plan.fsdp.units, tuple(elements))
-    at: list[list[Layer]] = [[] for _ in range(plan.mesh.pp)]
-    rank_of = [stage.pp_rank for stage in plan.pipeline.stages]
-    for layer in plan.layers:
-        at[rank_of[layer.stage]].append(layer)
-    prices: dict[tuple[int, str, int], tuple[float, float]] = {}
-    float8 = _float8_working(plan, sizes)
-    points = peaks(work_of(plan.pipeline))
-    return tuple(
-        _Rank(
-            plan,
-            program,
-            sizes,
-            points[rank],
-            tuple(layers),
-            elements,
-            blocks,
-            policies,
-            resharded,
-            worst,
-            float8,
-            prices,
-        ).memory()
-        for rank, layers in enumerate(at)
-    )
+    ranks = Ranks(plan, program, imbalance)
+    return tuple(ranks.rank(rank, groups).memory() for rank, groups in enumerate(ranks.grouped(plan.layers)))
+
+
+class Ranks:
+    """What the memory of all pipeline ranks of a plan follows from, whichever layers they hold under whichever policies."""
+
+    def __init__(self, plan: Plan, program: Program = TITAN, imbalance: float = BALANCED) -> None:
+        self.plan, self.program = plan, program
+        self.sizes = local(plan, program, imbalance)
+        self.worst = 1.0
+        if not plan.expert_parallel.force_load_balance:
+            self.worst = max((effective_imbalance(plan, m, math.inf) for m in _mixtures(plan.model)), default=1.0)
+        self.elements = numels(plan)
+        self.blocks = _block_of(plan.model)
+        self.policies = {policy.name: policy for policy in plan.activation_checkpoint.policies}
+        self.resharded = _resharded(plan.fsdp.units, tuple(self.elements))
+        self.float8 = _float8_working(plan, self.sizes)
+        self.points = peaks(work_of(plan.pipeline))  # microbatches held at a rank's fullest moments, by stage
+        self.prices: dict[tuple[int, str, int], tuple[float, float]] = {}
+
+    def rank(self, rank: int, groups: tuple[Group, ...]) -> Rank:
+        """Pipeline rank `rank` with the modules `groups`, in the order of the model."""
+        return Rank(self, self.points[rank], groups)
+
+    def grouped(self, layers: tuple[Layer, ...]) -> tuple[tuple[Group, ...], ...]:
+        """The modules of every pipeline rank, equal ones together, in the order in which each kind comes first."""
+        rank_of = [stage.pp_rank for stage in self.plan.pipeline.stages]
+        found: list[dict[tuple[object, ...], Group]] = [{} for _ in range(self.plan.mesh.pp)]
+        for layer in layers:
+            key: tuple[object, ...] = (layer.fqn,)
+            if layer.fqn in self.blocks:
+                number, block = self.blocks[layer.fqn]
+                # Selectors of forced recomputation may name single layers.
+                named = number if self.policies[layer.checkpoint].force_recompute_fqns else -1
+                place, reshard = self.resharded[layer.fqn]
+                unit = reshard if place >= _ALONE else layer.fqn
+                key = (layer.stage, layer.checkpoint, id(block), self.elements[layer.fqn], named, unit)
+            here = found[rank_of[layer.stage]]
+            so_far = here.get(key)
+            here[key] = (
+                Group(layer.fqn, 1, layer.stage, layer.checkpoint)
+                if so_far is None
+                else replace(so_far, count=so_far.count + 1)
+            )
+        return tuple(tuple(groups.values()) for groups in found)
+
+    def priced(self, fqn: str, checkpoint: str) -> tuple[float, float]:
+        """Bytes that a block keeps of one microbatch, and that its backward needs beside them."""
+        number, block = self.blocks[fqn]
+        policy = self.policies[checkpoint]
+        key = (id(block), checkpoint, number if policy.force_recompute_fqns else 0)
+        found = self.prices.get(key)
+        if found is None:
+            found = self.prices[key] = (
+                total(block_saved(block, self.sizes, policy, number)),
+                backward_working(block, self.sizes, policy, number),
+            )
+        return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -279,6 +331,10 @@ def _block_of(model: Model) -> dict[str, tuple[int, Block]]:
     return {f"layers.{number}": (number, block) for number, block in enumerate(model.layers())}
 
 
+_ALONE = 1000
+"""From here on, units of one module each are numbered."""
+
+
 @functools.lru_cache(maxsize=64)
 def _resharded(units: tuple[FsdpUnit, ...], fqns: tuple[str, ...]) -> dict[str, tuple[int, bool | int]]:
     """FQN -> (its unit, whether that is resharded after forward). -1 is the root's. Not to be changed: it is cached."""
@@ -289,7 +345,7 @@ def _resharded(units: tuple[FsdpUnit, ...], fqns: tuple[str, ...]) -> dict[str, 
         )
         # One selector with `*` makes a unit of every match.
         alone = unit is not None and len(unit.modules) == 1
-        place = 1000 + len(found) if alone else number
+        place = _ALONE + len(found) if alone else number
         found[fqn] = (place, unit.reshard_after_forward if unit is not None else False)
     return found
 
@@ -307,132 +363,146 @@ def _float8_working(plan: Plan, sizes: Local) -> float:
     return widest * (1 if plan.float8.recipe == "tensorwise" else 2)
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """One pipeline rank at work."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes that the blocks of a rank keep, and need, under their policies."""
 
-    plan: Plan
-    program: Program
-    sizes: Local
-    points: tuple[Held, ...]  # microbatches held at the rank's fullest moments, by stage
-    layers: tuple[Layer, ...]
-    elements: dict[str, Numel]
-    blocks: dict[str, tuple[int, Block]]
-    policies: dict[str, CheckpointPolicy]
-    resharded: dict[str, tuple[int, bool | int]]
-    worst: float
-    float8: float  # bytes of operands in 8 bits while a block runs
-    prices: dict[tuple[int, str, int], tuple[float, float]]  # of blocks, shared by all ranks and filled as they ask
+    by_stage: tuple[
+        float, ...
+    ]  # of one microbatch, everything between its forward and its backward, in order of stages
+    kept: float  # of one microbatch, by all blocks
+    least: float  # by the block that keeps least
+    working: float  # beside them, by the block whose backward needs most
+
+
+class Rank:
+    """One pipeline rank at work: its modules, and from their policies what is in memory at every moment of a step."""
+
+    def __init__(self, of: Ranks, points: tuple[Held, ...], groups: tuple[Group, ...]) -> None:
+        self.of, self.points, self.groups = of, points, groups
+        self.plan, self.program, self.sizes = of.plan, of.program, of.sizes
+        self.elements, self.blocks, self.policies = of.elements, of.blocks, of.policies
+        self.stages = sorted({group.stage for group in groups})
+        fqns = {group.fqn for group in groups}
+        self.has_embedding, self.has_output = "tok_embeddings" in fqns, "output" in fqns
 
     def memory(self) -> RankMemory:
-        stages = sorted({layer.stage for layer in self.layers})
-        # The actions that run say so, which need not be those of the schedule's name.
-        split = any(any(point.between) for point in self.points)
-        by_stage, between = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
-        kept, working, counted, least = 0.0, 0.0, 0.0, math.inf
-        for layer in self.layers:
-            if layer.fqn in self.blocks:
-                saved, beside = self._priced(layer)
-                kept += saved
-                by_stage[layer.stage] += saved
-                if split and layer.stage:
-                    between[layer.stage] += weight_gradient_inputs(self.blocks[layer.fqn][1], self.sizes)
+        """Every moment of a step under the policies that the groups name."""
+        amounts = self.activations(self.kept())
+        moments = tuple(
+            Moment(frame.name, replace(frame.parts, activations=max(0.0, amount)))
+            for frame, amount in zip(self.frames, amounts, strict=True)
+        )
+        return RankMemory(stage=self.stages[0], moments=moments, experts_worst=self._experts_worst(self.stages))
+
+    def kept(self) -> Activations:
+        """What blocks keep under the policies that the groups name."""
+        by_stage = dict(self.around_stages)
+        kept, working, least = 0.0, 0.0, math.inf
+        for group in self.groups:
+            if group.fqn in self.blocks:
+                saved, beside = self.of.priced(group.fqn, group.checkpoint)
+                kept += saved * group.count
+                by_stage[group.stage] += saved * group.count
                 working = max(working, beside)
                 least = min(least, saved)
-            else:
-                around = self._around(layer)
-                counted += around
-                by_stage[layer.stage] += around
-        last = any(layer.fqn == "output" for layer in self.layers)
-        for stage in stages if self.plan.mesh.pp > 1 else ():
-            if self.program.keeps_outputs and stage < len(self.plan.pipeline.stages) - 1:
-                by_stage[stage] += self.sizes.stream_bytes
-            if stage and self._keeps_what_arrives(stage):
+        for stage in self.stages if self.plan.mesh.pp > 1 else ():
+            if stage and self.keeps_what_arrives(stage):
                 by_stage[stage] -= self.sizes.stream_bytes
-        loss = self._loss() if last else LossBytes(0.0, 0.0, 0.0)
-        activations = peak_bytes(
-            self.points, [Kept(until_weight=by_stage[stage], between=between[stage]) for stage in stages]
+        return Activations(tuple(by_stage[stage] for stage in self.stages), kept, least, working)
+
+    @functools.cached_property
+    def around_stages(self) -> dict[int, float]:
+        """Per stage what one microbatch keeps beside its blocks."""
+        found = dict.fromkeys(self.stages, 0.0)
+        for group in self.groups:
+            if group.fqn not in self.blocks:
+                found[group.stage] += self._around(group)
+        if self.plan.mesh.pp > 1 and self.program.keeps_outputs:
+            for stage in self.stages:
+                if stage < len(self.plan.pipeline.stages) - 1:
+                    found[stage] += self.sizes.stream_bytes
+        return found
+
+    @functools.cached_property
+    def between(self) -> tuple[float, ...]:
+        """Per stage what a split backward adds between its halves."""
+        found = dict.fromkeys(self.stages, 0.0)
+        # The actions that run say so, which need not be those of the schedule's name.
+        if any(any(point.between) for point in self.points):
+            for group in self.groups:
+                if group.fqn in self.blocks and group.stage:
+                    inputs = weight_gradient_inputs(self.blocks[group.fqn][1], self.sizes)
+                    found[group.stage] += inputs * group.count
+        return tuple(found[stage] for stage in self.stages)
+
+    def activations(self, kept: Activations) -> tuple[float, ...]:
+        """Bytes of activations at every one of `frames`."""
+        stream = float(self.sizes.stream_bytes)
+        fullest = peak_bytes(
+            self.points,
+            [Kept(until_weight=w, between=b) for w, b in zip(kept.by_stage, self.between, strict=True)],
         )
+        amounts = {
+            "loss": fullest,
+            "output's backward": fullest + stream,
+            "first block's backward": fullest - self.counted_at_once + kept.working,
+            # Of the last microbatch, so that no other is in flight.
+            "last block's backward": min(kept.least, kept.kept) + kept.working,
+            "embedding's backward in the pipeline": max(0.0, fullest - kept.by_stage[0]) + stream,
+            "embedding's backward": stream,
+        }
+        return tuple(amounts.get(frame.name, 0.0) for frame in self.frames)
+
+    @functools.cached_property
+    def counted_at_once(self) -> float:
+        """Of what the last rank keeps beside its blocks, that which is gone when its first block runs backward."""
+        return sum(self._around(group) for group in self.groups if group.fqn not in self.blocks) * self.has_output
+
+    @functools.cached_property
+    def frames(self) -> tuple[Moment, ...]:
+        """The moments of a step and everything that is in memory then but activations."""
+        pipeline = self.plan.mesh.pp > 1
+        loss = self._loss() if self.has_output else LossBytes(0.0, 0.0, 0.0)
         # Of all microbatches in flight but the one whose loss is computed now, logits wait too.
-        waiting = loss.kept * self._losses_waiting()
-        returned = self._returned() if last else 0.0
-        waiting += returned
-        static = self._static()
-        gradients = self._gradients()
-        moments = [
-            Moment("loss", self._at(static, activations, loss.peak + waiting, gradients, "loss")) if last else None,
-            Moment(
-                "output's backward",
-                self._at(static, activations + self.sizes.stream_bytes, loss.handed_on + waiting, gradients, "output"),
-            )
-            if last
-            else None,
-            Moment(
-                "first block's backward",
-                self._at(static, activations - counted * last + working, waiting, gradients, "block", self.float8),
-            ),
-            Moment(
-                "last block's backward",
-                # Of the last microbatch, so that no other is in flight, and all gradients but this block's are there.
-                self._at(static, min(least, kept) + working, returned, self._all_gradients(), "block", self.float8),
-            ),
-            Moment(
-                "embedding's backward in the pipeline",
-                self._at(
-                    static,
-                    max(0.0, activations - by_stage[stages[0]]) + self.sizes.stream_bytes,
-                    waiting,
-                    gradients,
-                    "embedding",
-                ),
-            )
-            if self.plan.mesh.pp > 1 and self.layers[0].fqn == "tok_embeddings"
-            else None,
-            Moment(
-                "embedding's backward",
-                self._at(static, self.sizes.stream_bytes, returned, self._all_gradients(), "embedding"),
-            )
-            if any(layer.fqn == "tok_embeddings" for layer in self.layers)
-            else None,
-            # All chunks, and what they are put together in.
-            Moment("outputs together", self._at(static, 0.0, 2 * returned, self._all_gradients(), "loss"))
-            if returned and self.plan.mesh.pp > 1
-            else None,
-            Moment("optimizer", self._at_update(static)),
+        returned = self._returned() if self.has_output else 0.0
+        waiting = loss.kept * self._losses_waiting() + returned
+        gradients, all_gradients = self._gradients(), self._all_gradients()
+        found = []
+        if self.has_output:
+            found += [
+                ("loss", self._at(loss.peak + waiting, gradients, "loss")),
+                ("output's backward", self._at(loss.handed_on + waiting, gradients, "output")),
+            ]
+        found += [
+            ("first block's backward", self._at(waiting, gradients, "block", self.of.float8)),
+            # All gradients but this block's are there.
+            ("last block's backward", self._at(returned, all_gradients, "block", self.of.float8)),
         ]
-        return RankMemory(
-            stage=stages[0],
-            moments=tuple(moment for moment in moments if moment is not None),
-            experts_worst=self._experts_worst(stages),
-        )
+        if self.has_embedding:
+            if pipeline:
+                found.append(("embedding's backward in the pipeline", self._at(waiting, gradients, "embedding")))
+            found.append(("embedding's backward", self._at(returned, all_gradients, "embedding")))
+        if returned and pipeline:
+            # All chunks, and what they are put together in.
+            found.append(("outputs together", self._at(2 * returned, all_gradients, "loss")))
+        found.append(("optimizer", self._at_update()))
+        return tuple(Moment(name, parts) for name, parts in found)
 
     # -------------------------------------------------------------- what is kept for backward
 
-    def _priced(self, layer: Layer) -> tuple[float, float]:
-        """Bytes that a block keeps of one microbatch, and that its backward needs beside them."""
-        number, block = self.blocks[layer.fqn]
-        policy = self.policies[layer.checkpoint]
-        # Selectors of forced recomputation may name single layers.
-        key = (id(block), layer.checkpoint, number if policy.force_recompute_fqns else 0)
-        if key not in self.prices:
-            self.prices[key] = (
-                total(block_saved(block, self.sizes, policy, number)),
-                backward_working(block, self.sizes, policy, number),
-            )
-        return self.prices[key]
-
-    def _keeps_what_arrives(self, stage: int) -> bool:
+    def keeps_what_arrives(self, stage: int) -> bool:
         """Whether the stage's first block keeps the very buffer that its input arrived in, which counts as communication's."""
         if self.program.data_policy != "plan":
             return False
-        first = next(layer for layer in self.layers if layer.stage == stage)
+        first = next(group for group in self.groups if group.stage == stage)
         as_it_is = self.sizes.kernels != "eager" or self.sizes.norm_kernel
         return first.fqn in self.blocks and (as_it_is or self.policies[first.checkpoint].mode != "none")
 
-    def _around(self, layer: Layer) -> float:
+    def _around(self, group: Group) -> float:
         """Of embedding, norm or output, whatever their policy: a checkpoint of one keeps its input instead."""
-        full = self.policies[layer.checkpoint].mode == "full"
-        match layer.fqn:
+        full = self.policies[group.checkpoint].mode == "full"
+        match group.fqn:
             case "tok_embeddings":
                 return 0.0 if full else total(embedding_saved(self.sizes))
             case "norm":
@@ -471,16 +541,17 @@ class _Rank:
 
     def _experts_worst(self, stages: list[int]) -> float:
         """What the busiest rank would hold more, if as many tokens as can be went to its experts."""
-        if self.worst <= self.sizes.imbalance:
+        worst = self.of.worst
+        if worst <= self.sizes.imbalance:
             return 0.0
-        crowded = replace(self.sizes, imbalance=self.worst)
+        crowded = replace(self.sizes, imbalance=worst)
         more, working = dict.fromkeys(stages, 0.0), 0.0
-        for layer in self.layers:
-            if layer.fqn in self.blocks and isinstance(self.blocks[layer.fqn][1].feed_forward, Moe):
-                number, block = self.blocks[layer.fqn]
-                policy = self.policies[layer.checkpoint]
-                saved, beside = self._priced(layer)
-                more[layer.stage] += total(block_saved(block, crowded, policy, number)) - saved
+        for group in self.groups:
+            if group.fqn in self.blocks and isinstance(self.blocks[group.fqn][1].feed_forward, Moe):
+                number, block = self.blocks[group.fqn]
+                policy = self.policies[group.checkpoint]
+                saved, beside = self.of.priced(group.fqn, group.checkpoint)
+                more[group.stage] += (total(block_saved(block, crowded, policy, number)) - saved) * group.count
                 working = max(working, backward_working(block, crowded, policy, number) - beside)
         return peak_bytes(self.points, [Kept(until_weight=more[stage]) for stage in stages]) + working
 
@@ -489,12 +560,12 @@ class _Rank:
     @functools.cached_property
     def _sums(self) -> Numel:
         """Elements of all modules of this rank, before data parallelism shards them."""
-        mine = [self.elements[layer.fqn] for layer in self.layers]
+        mine = [(self.elements[group.fqn], group.count) for group in self.groups]
         return Numel(
-            all=sum(n.all for n in mine),
-            experts=sum(n.experts for n in mine),
-            muon=sum(n.muon for n in mine),
-            muon_experts=sum(n.muon_experts for n in mine),
+            all=sum(n.all * count for n, count in mine),
+            experts=sum(n.experts * count for n, count in mine),
+            muon=sum(n.muon * count for n, count in mine),
+            muon_experts=sum(n.muon_experts * count for n, count in mine),
         )
 
     @functools.cached_property
@@ -505,8 +576,7 @@ class _Rank:
     @property
     def _copied(self) -> int:
         """Elements of a tied weight's second copy on the rank that holds the first as well."""
-        fqns = {layer.fqn for layer in self.layers}
-        both = self.plan.model.tied and {"tok_embeddings", "output"} <= fqns and self.plan.mesh.pp > 1
+        both = self.plan.model.tied and self.has_embedding and self.has_output and self.plan.mesh.pp > 1
         return self.elements["output"].all if both else 0
 
     def _over_ranks(self, numel: float, experts: float) -> float:
@@ -516,6 +586,7 @@ class _Rank:
             return float(numel)
         return (numel - experts) / mesh.fsdp + experts / mesh.efsdp
 
+    @functools.cached_property
     def _static(self) -> Parts:
         """Parameters and optimizer."""
         plan, program = self.plan, self.program
@@ -587,18 +658,19 @@ class _Rank:
     # -------------------------------------------------------------- what FSDP gathers
 
     @functools.cached_property
-    def _units(self) -> list[tuple[str, float, bool | int]]:
-        """(names of its members, its bytes when gathered, whether resharded after forward) of this rank's units."""
-        grouped: dict[int, tuple[str, float, bool | int]] = {}
-        for layer in self.layers:
-            place, reshard = self.resharded[layer.fqn]
-            numel = self.elements[layer.fqn]
-            nbytes = self._gathered_bytes(numel)
+    def _units(self) -> list[tuple[str, float, bool | int, int]]:
+        """(names of its members, its bytes when gathered, whether resharded after forward, how many) of this rank's units."""
+        grouped: dict[int, tuple[str, float, bool | int, int]] = {}
+        for group in self.groups:
+            place, reshard = self.of.resharded[group.fqn]
+            nbytes = self._gathered_bytes(self.elements[group.fqn])
             if place in grouped:
-                name, so_far, _ = grouped[place]
-                grouped[place] = (f"{name} {layer.fqn}", so_far + nbytes, reshard)
+                name, so_far, _, count = grouped[place]
+                grouped[place] = (f"{name} {group.fqn}", so_far + nbytes * group.count, reshard, count)
+            elif place < _ALONE:
+                grouped[place] = (group.fqn, nbytes * group.count, reshard, 1)
             else:
-                grouped[place] = (layer.fqn, nbytes, reshard)
+                grouped[place] = (group.fqn, nbytes, reshard, group.count)
         return list(grouped.values())
 
     def _gathered_bytes(self, numel: Numel) -> float:
@@ -623,20 +695,23 @@ class _Rank:
         if plan.fsdp.strategy == "ddp" or alone:
             # Weights are used as they are, or each as a copy in the dtype computed in, which stays.
             copies = 0.0 if plan.fsdp.param_dtype == plan.dtype else float(compute * numel_all)
-            largest = max((self.elements[layer.fqn].all for layer in self.layers), default=0)
+            largest = max((self.elements[group.fqn].all for group in self.groups), default=0)
             flat = largest * reduce if plan.mesh.dp_replicate > 1 and not whole else 0.0
             return copies + whole + flat
         units = self._units
         # A pipeline's schedule keeps weights gathered from its first backward on.
         stays = plan.mesh.pp > 1
         kept = sum(
-            size if stays or reshard is False else 0.0 if reshard is True else size / int(reshard)
-            for _, size, reshard in units
+            count * (size if stays or reshard is False else 0.0 if reshard is True else size / int(reshard))
+            for _, size, reshard, count in units
         )
-        freed = [] if stays else sorted([size for _, size, reshard in units if reshard is not False], reverse=True)
         ahead = max(1, plan.fsdp.prefetch_backward)
+        freed: list[float] = []
+        for _, size, reshard, count in units if not stays else ():
+            freed += [size] * min(count, 1 + ahead) if reshard is not False else []
+        freed.sort(reverse=True)
         member = {"loss": "none", "output": "output", "block": "layers.", "embedding": "tok_embeddings"}[moment]
-        unit = max([size for names, size, _ in units if member in names], default=0.0)
+        unit = max([size for names, size, _, _ in units if member in names], default=0.0)
         # In use, gathered ahead, and the flat buffer that the one ahead arrives in.
         in_flight = freed[:ahead] if moment in ("loss", "output") else freed[: 1 + ahead]
         gathered = kept + sum(in_flight) + (freed[0] if freed else 0.0)
@@ -659,7 +734,7 @@ class _Rank:
             return self.program.backward_gradient_bytes * self._sums.all + widened if moment != "update" else 0.0
         if self.sizes.kernels != "fused":
             return 0.0
-        numel = {layer.fqn: self.elements[layer.fqn].all for layer in self.layers}
+        numel = {group.fqn: self.elements[group.fqn].all for group in self.groups}
         found = max((n for fqn, n in numel.items() if fqn in self.blocks), default=0)
         if moment in ("output", "embedding"):
             found += numel.get("output" if moment == "output" else "tok_embeddings", 0)
@@ -673,8 +748,7 @@ class _Rank:
         found = 0.0
         if plan.mesh.pp > 1:
             count = len(plan.pipeline.stages)
-            mine = {layer.stage for layer in self.layers}
-            ends = sum((stage > 0) + (stage < count - 1) for stage in mine)
+            ends = sum((stage > 0) + (stage < count - 1) for stage in self.stages)
             # torch allocates what every microbatch will receive once for all; others take turns with two.
             waiting = plan.pipeline.microbatches if self.program.data_policy == "plan" else 2
             found += waiting * ends * sizes.stream_bytes
@@ -697,25 +771,22 @@ class _Rank:
                 found += (sizes.sent_rows(moe) + sizes.expert_rows(moe)) * sizes.dim * sizes.itemsize
         return found
 
-    def _at(
-        self, static: Parts, activations: float, logits: float, gradients: float, moment: str, float8: float = 0.0
-    ) -> Parts:
+    def _at(self, logits: float, gradients: float, moment: str, float8: float = 0.0) -> Parts:
         if moment == "block":
             unsharded, communication = self._in_block
         else:
             unsharded, communication = self._unsharded(moment), self._communication(moment)
         return Parts(
-            parameters=static.parameters,
+            parameters=self._static.parameters,
             gradients=gradients,
-            optimizer=static.optimizer,
+            optimizer=self._static.optimizer,
             unsharded=unsharded,
-            activations=max(0.0, activations),
             logits=logits,
             float8=float8,
             communication=communication,
         )
 
-    def _at_update(self, static: Parts) -> Parts:
+    def _at_update(self) -> Parts:
         """The update's own memory counts as the optimizer's: one more moment at a time for foreach, none when fused."""
         plan = self.plan
         more = 0.0
@@ -728,9 +799,9 @@ class _Rank:
         elif self.program.update_gradient_bytes:
             more = self.program.update_gradient_bytes * self._owned
         return Parts(
-            parameters=static.parameters,
+            parameters=self._static.parameters,
             gradients=self._all_gradients(),
-            optimizer=static.optimizer + more,
+            optimizer=self._static.optimizer + more,
             unsharded=0.0 if self.program.data_policy == "plan" else self._placeholders("update"),
             communication=self._communication("update"),
         )
