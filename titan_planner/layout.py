@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ def meshes(model: Model, cluster: Cluster, request: Request) -> Iterator[Mesh]:
     choosable = [axis for axis in ("pp", "cp", "tp") if axis in free and axis != taker]
     options: list[dict[str, int]] = [{}]
     for axis in choosable:
-        allowed = [d for d in divisors(rest) if axis != "tp" or _tp_allowed(d, cluster, request)]
+        allowed = [d for d in divisors(rest) if axis != "tp" or tp_allowed(d, cluster, request)]
         options = [
             {**option, axis: degree}
             for option in options
@@ -90,7 +91,8 @@ def _plausible(degrees: dict[str, int], model: Model, request: Request) -> bool:
     return not isinstance(given, int) or given < 1 or given % share == 0
 
 
-def _tp_allowed(degree: int, cluster: Cluster, request: Request) -> bool:
+def tp_allowed(degree: int, cluster: Cluster, request: Request) -> bool:
+    """Whether the limits of the request let this many ranks share a matrix."""
     limits = request.limits
     inside = cluster.gpus_per_node % degree == 0 or not limits.keep_tp_in_node
     return inside and (limits.max_tp is None or degree <= limits.max_tp)
@@ -226,7 +228,12 @@ def _units(model: Model, request: Request, mesh: Mesh) -> tuple[FsdpUnit, ...]:
     else:
         reshard = pin == "always" or (pin != "never" and mesh.pp == 1)
     # The last unit is needed again at once when backward starts.
-    last: bool | int = reshard if pin == "always" or isinstance(pin, int) else False
+    return fsdp_units(model, reshard, reshard if pin == "always" or isinstance(pin, int) else False)
+
+
+@functools.lru_cache(maxsize=64)
+def fsdp_units(model: Model, reshard: bool | int, last: bool | int) -> tuple[FsdpUnit, ...]:
+    """The units, with what blocks and what the one with the output does after forward."""
     if model.tied:
         return (
             FsdpUnit(modules=("layers.*",), reshard_after_forward=reshard),
@@ -246,11 +253,11 @@ def _tensor_parallel(model: Model, request: Request, mesh: Mesh) -> TensorParall
         sequence_parallel=on and pins.enable_sequence_parallel is not False,
         loss_parallel=on and not pins.disable_loss_parallel,
         async_tp=False,
-        kv_replicas=_kv_replicas(model, mesh.tp) if on and pins.kv_head_replication else 1,
+        kv_replicas=kv_replicas(model, mesh.tp) if on and pins.kv_head_replication else 1,
     )
 
 
-def _kv_replicas(model: Model, tp: int) -> int:
+def kv_replicas(model: Model, tp: int) -> int:
     """How often each KV head must be held so that tp ranks have equally many; 1 where tp divides them as they are."""
     smallest = min(run.block.attention.num_kv_heads for run in model.blocks if isinstance(run.block.attention, Gqa))
     return tp // smallest if tp > smallest and tp % smallest == 0 else 1

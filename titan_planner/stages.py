@@ -55,8 +55,20 @@ def even_split(model: Model, stages: int, first: int, last: int) -> tuple[int, .
             f"{stages} stages need at least one layer each, but the model has {model.num_layers}",
             f"use at most {model.num_layers} stages",
         )
-    share, extra = divmod(model.num_layers + first + last, stages)
-    counts = [share + (1 if stage < extra else 0) for stage in range(stages)]
+    counts = even_counts(model.num_layers, stages, first, last)
+    assert counts is not None
+    stage_of = [0]
+    for stage, count in enumerate(counts):
+        stage_of += [stage] * count
+    return (*stage_of, stages - 1, stages - 1)
+
+
+def even_counts(layers: int, stages: int, first: int, last: int, late: bool = False) -> tuple[int, ...] | None:
+    """Layers of every stage; earlier (`late`: later) stages get the extra. None when there are more stages than layers."""
+    if stages > layers:
+        return None
+    share, extra = divmod(layers + first + last, stages)
+    counts = [share + (1 if (stages - 1 - stage if late else stage) < extra else 0) for stage in range(stages)]
     counts[0] -= first
     counts[-1] -= last
     # A stage without layers would be legal but pointless: it takes one from its fullest neighbour down the line.
@@ -64,10 +76,7 @@ def even_split(model: Model, stages: int, first: int, last: int) -> tuple[int, .
         while counts[stage] < 1:
             counts[max(range(stages), key=lambda s: (counts[s], -s))] -= 1
             counts[stage] += 1
-    stage_of = [0]
-    for stage, count in enumerate(counts):
-        stage_of += [stage] * count
-    return (*stage_of, stages - 1, stages - 1)
+    return tuple(counts)
 
 
 def _listed(model: Model, parts: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:

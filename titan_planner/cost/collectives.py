@@ -30,9 +30,9 @@ from titan_planner.ir.inventory import (
     parameters,
 )
 from titan_planner.ir.model import Block, Gqa, Mlp, Model, Moe, SwiGlu
-from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding
+from titan_planner.ir.parallel import SPLIT_BACKWARD_SCHEDULES, FsdpUnit, Mesh, ModuleSharding
 from titan_planner.ir.plan import Layer, Plan
-from titan_planner.schedules import Work, order_of, work_of
+from titan_planner.schedules import Shape, Work, order_of, work_of
 from titan_planner.sharding import TP_AXES, tp_dim
 
 Axis: TypeAlias = Literal[
@@ -146,23 +146,23 @@ class _Question:
 
 @lru_cache(maxsize=512)
 def _between_modules(asked: _Question) -> tuple[Collective, ...]:
-    step = _Step(asked.plan, asked.program)
+    step = Step(asked.plan, asked.program)
     parts = _parts(asked.plan.model, asked.plan.layers)
-    return _sent([*_transfers(step), *(one for part in parts for one in _module_collectives(step, part))])
+    return _sent([*transfers(step), *(one for part in parts for one in module_collectives(step, part))])
 
 
 @lru_cache(maxsize=512)
 def _of_units(asked: _Question) -> tuple[Collective, ...]:
     plan = asked.plan
-    step = _Step(plan, asked.program)
+    step = Step(plan, asked.program)
     in_float8 = plan.float8.converted if plan.float8.enable_fsdp_float8_all_gather else ()
     units = _stage_units(plan.model, _units_of(plan), plan.layers, in_float8)
-    return _sent(one for unit in units for one in _unit_collectives(step, unit))
+    return _sent(one for unit in units for one in unit_collectives(step, unit))
 
 
 @lru_cache(maxsize=512)
 def _around_the_update(asked: _Question) -> tuple[Collective, ...]:
-    return _sent(_once_a_step(_Step(asked.plan, asked.program)))
+    return _sent(once_a_step(Step(asked.plan, asked.program)))
 
 
 def _sent(found: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -172,7 +172,7 @@ def _sent(found: Iterable[Collective]) -> tuple[Collective, ...]:
 # ------------------------------------------------------------------ what all counts share
 
 
-class _Step:
+class Step:
     """Sizes that many records need, worked out once."""
 
     def __init__(self, plan: Plan, program: Program) -> None:
@@ -283,7 +283,7 @@ def axis_stride(plan: Plan, axis: Axis) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class ModulePart:
     """Equal top-level modules of one stage."""
 
     fqn: str  # of the first
@@ -295,36 +295,36 @@ class _Part:
 
 
 @lru_cache(maxsize=256)
-def _parts(model: Model, layers: tuple[Layer, ...]) -> tuple[_Part, ...]:
+def _parts(model: Model, layers: tuple[Layer, ...]) -> tuple[ModulePart, ...]:
     blocks = list(model.layers())
     weights = Counter(_top(parameter.fqn) for parameter in parameters(model))
-    found: dict[tuple[int, str, int], _Part] = {}
+    found: dict[tuple[int, str, int], ModulePart] = {}
     for layer in layers:
         block = blocks[int(layer.fqn[7:])] if layer.fqn.startswith("layers.") else None
         # Blocks of a run are one object; other modules are each their own kind.
         key = (layer.stage, layer.checkpoint, id(block) if block else hash(layer.fqn))
         seen = found.get(key)
         found[key] = (
-            _Part(layer.fqn, 1, layer.stage, layer.checkpoint, block, weights[layer.fqn])
+            ModulePart(layer.fqn, 1, layer.stage, layer.checkpoint, block, weights[layer.fqn])
             if seen is None
             else replace(seen, modules=seen.modules + 1)
         )
     return tuple(found.values())
 
 
-_Shapes: TypeAlias = tuple[tuple[tuple[int, ...], tuple[LogicalAxis, ...], bool], ...]
+Shapes: TypeAlias = tuple[tuple[tuple[int, ...], tuple[LogicalAxis, ...], bool], ...]
 """Parameters by (global shape, logical axes, whether the plan gathers it in Float8)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class Unit:
     """Equal FSDP units (or DDP buckets) of one stage."""
 
     fqn: str  # of the first module of the first
     modules: int
     stage: int
     reshard: bool | int
-    shapes: _Shapes
+    shapes: Shapes
     first: bool  # has the stage's first module
     last: bool
 
@@ -371,21 +371,44 @@ def _top(fqn: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
+@lru_cache(maxsize=64)
+def _shapes_by_fqn(
+    model: Model, in_float8: tuple[str, ...]
+) -> dict[str, tuple[tuple[int, ...], tuple[LogicalAxis, ...], bool]]:
+    """Of every parameter. Not to be changed: it is cached."""
+    linears = linear_modules(model)
+    chosen = {fqn for selector in in_float8 for fqn in select(selector, linears)}
+    return {p.fqn: (p.shape, p.axes, p.module in chosen) for p in parameters(model)}
+
+
+@lru_cache(maxsize=64)
+def shapes_of_modules(model: Model, in_float8: tuple[str, ...]) -> dict[str, Shapes]:
+    """Top-level module -> its parameters as `Unit` has them; a tied output has the copy that a stage of its own would hold.
+
+    Equal ones are one object. Not to be changed: it is cached.
+    """
+    found: dict[str, list[tuple[tuple[int, ...], tuple[LogicalAxis, ...], bool]]] = {}
+    shape_of = _shapes_by_fqn(model, in_float8)
+    for fqn, shape in shape_of.items():
+        found.setdefault(_top(fqn), []).append(shape)
+    found.setdefault("output", [shape_of["tok_embeddings.weight"]])
+    shared: dict[Shapes, Shapes] = {}
+    return {top: shared.setdefault(tuple(shapes), tuple(shapes)) for top, shapes in found.items()}
+
+
 @lru_cache(maxsize=256)
 def _stage_units(
     model: Model, units: tuple[FsdpUnit, ...], layers: tuple[Layer, ...], in_float8: tuple[str, ...]
-) -> tuple[_Unit, ...]:
+) -> tuple[Unit, ...]:
     stage_of = {layer.fqn: layer.stage for layer in layers}
     ends: dict[int, tuple[str, str]] = {}
     for layer in layers:
         ends[layer.stage] = (ends[layer.stage][0] if layer.stage in ends else layer.fqn, layer.fqn)
-    linears = linear_modules(model)
-    chosen = {fqn for selector in in_float8 for fqn in select(selector, linears)}
-    shape_of = {p.fqn: (p.shape, p.axes, p.module in chosen) for p in parameters(model)}
+    shape_of = dict(_shapes_by_fqn(model, in_float8))
     copied = model.tied and stage_of["tok_embeddings"] != stage_of["output"]
     if copied:
         shape_of["output.weight"] = shape_of["tok_embeddings.weight"]
-    found: dict[tuple[int, bool | int, _Shapes], _Unit] = {}
+    found: dict[tuple[int, bool | int, Shapes], Unit] = {}
     for reshard, owned in _owners(model, units):
         here: dict[int, list[str]] = {}
         for fqn, top in owned:
@@ -398,7 +421,7 @@ def _stage_units(
             key = (stage, reshard, shapes)
             seen = found.get(key)
             found[key] = (
-                _Unit(_top(fqns[0]), 1, stage, reshard, shapes, first, last)
+                Unit(_top(fqns[0]), 1, stage, reshard, shapes, first, last)
                 if seen is None
                 else replace(seen, modules=seen.modules + 1, first=seen.first or first, last=seen.last or last)
             )
@@ -419,7 +442,7 @@ class _Numel:
 
 
 @lru_cache(maxsize=4096)
-def _numel(shapes: _Shapes, mesh: Mesh, kv_replicas: int, apart: bool, shards: int, expert_shards: int) -> _Numel:
+def _numel(shapes: Shapes, mesh: Mesh, kv_replicas: int, apart: bool, shards: int, expert_shards: int) -> _Numel:
     """`apart`: experts are sharded over ranks of their own."""
     dense = experts = narrow = 0
     for shape, axes, in_float8 in shapes:
@@ -449,7 +472,7 @@ def experts_apart(plan: Plan) -> bool:
     return plan.mesh.ep * plan.mesh.tp > 1 and any(isinstance(run.block.feed_forward, Moe) for run in plan.model.blocks)
 
 
-def _unit_collectives(step: _Step, unit: _Unit) -> Iterator[Collective]:
+def unit_collectives(step: Step, unit: Unit) -> Iterator[Collective]:
     """Gathering of weights and reduction of gradients, by the program's data policy."""
     plan, mesh = step.plan, step.plan.mesh
     policy = step.program.data_policy
@@ -479,7 +502,7 @@ def _unit_collectives(step: _Step, unit: _Unit) -> Iterator[Collective]:
                 assert_never(policy)
 
 
-def _planned(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int, of_unit: _Numel) -> Iterator[Collective]:
+def _planned(step: Step, unit: Unit, axis: Axis, shards: int, numel: int, of_unit: _Numel) -> Iterator[Collective]:
     """FSDP2, HSDP and replication, as torch and the runtime do it."""
     plan, stage = step.plan, unit.stage
     forwards, backwards = _gathers(step, stage, unit.reshard)
@@ -519,13 +542,13 @@ def _planned(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int, of_u
     yield reduce("dp_replicate", "all_reduce", numel * BYTES[reduced])
 
 
-def _ends_last(step: _Step, stage: int) -> bool:
+def _ends_last(step: Step, stage: int) -> bool:
     """Whether `stage` is the one of its rank whose backward ends last: the first of them."""
     rank = step.rank_of[stage]
     return stage == min(s.index for s in step.plan.pipeline.stages if s.pp_rank == rank)
 
 
-def _gathers(step: _Step, stage: int, reshard: bool | int) -> tuple[int, int]:
+def _gathers(step: Step, stage: int, reshard: bool | int) -> tuple[int, int]:
     """How often a unit of `stage` is gathered in (forward, backward) in one step.
 
     Without a pipeline once a forward, and once a backward unless it is kept. A pipeline frees nothing after a backward
@@ -562,7 +585,7 @@ def _gathers_of_order(work: Work, stage: int, runs: int) -> tuple[int, int]:
     return forwards, backwards
 
 
-def _whole_weights(step: _Step, unit: _Unit, axis: Axis, shards: int, numel: int) -> Iterator[Collective]:
+def _whole_weights(step: Step, unit: Unit, axis: Axis, shards: int, numel: int) -> Iterator[Collective]:
     """Programs that hold weights whole: gradients reduced at the end of the step (zero2: of every microbatch) and, where
     the optimizer is sharded, weights gathered once before the next forward.
 
@@ -617,7 +640,7 @@ _OPS: dict[str, str] = {
 }
 
 
-def _module_collectives(step: _Step, part: _Part) -> Iterator[Collective]:
+def module_collectives(step: Step, part: ModulePart) -> Iterator[Collective]:
     """What `part` sends between its ranks in forward, recomputation and backward."""
     plan = step.plan
     key = part.fqn if part.block is None else id(part.block)
@@ -653,7 +676,10 @@ def recomputations(plan: Plan, stage: int, weights: int) -> tuple[int, int]:
     accumulations = plan.batch.accumulation_steps
     if plan.mesh.pp == 1:
         return accumulations, accumulations
-    whole, inputs, later = _backwards(work_of(plan.pipeline), stage)
+    work = work_of(plan.pipeline)
+    if isinstance(work, Shape) and work.schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return (accumulations * work.microbatches,) * 2
+    whole, inputs, later = _backwards(work, stage)
     if stage == 0:
         return (accumulations * (whole + later),) * 2
     return accumulations * (whole + inputs + weights * later), accumulations * (whole + inputs + later)
@@ -680,7 +706,7 @@ def _recomputed(forward: Iterable[_Move], policy: CheckpointPolicy | None, stops
         yield move
 
 
-def _moves(step: _Step, part: _Part) -> tuple[list[_Move], list[_Move], list[_Move]]:
+def _moves(step: Step, part: ModulePart) -> tuple[list[_Move], list[_Move], list[_Move]]:
     """Forward, backward, and what is repeated whatever the policy says (the loss in chunks)."""
     forward: list[_Move] = []
     backward: list[_Move] = []
@@ -731,7 +757,7 @@ def _moves(step: _Step, part: _Part) -> tuple[list[_Move], list[_Move], list[_Mo
     return [*forward, *leave], backward, again
 
 
-def _around(step: _Step, fqn: str, forward: list[_Move], backward: list[_Move], leave: list[_Move]) -> None:
+def _around(step: Step, fqn: str, forward: list[_Move], backward: list[_Move], leave: list[_Move]) -> None:
     """The moves that the sharding row of the module `fqn` makes: on the way in, for its weight, on the way out.
 
     The way in is appended to `forward`, the way out to `leave`.
@@ -797,7 +823,7 @@ def _shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
     return {parameter.target: parameter.shape for parameter in parameters(model)}
 
 
-def _chunks(step: _Step) -> list[int]:
+def _chunks(step: Step) -> list[int]:
     """Lengths of the parts of the sequence that head and loss take one after the other.
 
     As torch.chunk cuts: equal parts rounded up, the last one shorter, and fewer when they are enough.
@@ -810,7 +836,7 @@ def _chunks(step: _Step) -> list[int]:
     return [min(each, length - start) for start in range(0, length, each)]
 
 
-def _per_chunk(step: _Step, moves: list[_Move]) -> list[_Move]:
+def _per_chunk(step: Step, moves: list[_Move]) -> list[_Move]:
     lengths = _chunks(step)
     return [
         replace(move, nbytes=move.nbytes * length // sum(lengths), times=lengths.count(length))
@@ -819,7 +845,7 @@ def _per_chunk(step: _Step, moves: list[_Move]) -> list[_Move]:
     ]
 
 
-def _loss(step: _Step) -> list[_Move]:
+def _loss(step: Step) -> list[_Move]:
     """Cross-entropy on logits of which each rank has a part of the vocabulary: the peak, then two sums in one message."""
     plan = step.plan
     if plan.mesh.tp == 1 or not plan.tensor_parallel.loss_parallel:
@@ -830,7 +856,7 @@ def _loss(step: _Step) -> list[_Move]:
     )
 
 
-def _context(step: _Step, block: Block, forward: list[_Move], backward: list[_Move]) -> None:
+def _context(step: Step, block: Block, forward: list[_Move], backward: list[_Move]) -> None:
     """How keys and values of other ranks' parts of the sequence come to the queries (titan_runtime/attention)."""
     plan = step.plan
     cp, tp = plan.mesh.cp, plan.mesh.tp
@@ -877,7 +903,7 @@ def expert_rows_sent(plan: Plan, moe: Moe, tokens: int) -> int:
     return min(rows, moe.num_experts * math.ceil(factor * rows / moe.num_experts))
 
 
-def _experts(step: _Step, moe: Moe, forward: list[_Move], backward: list[_Move]) -> None:
+def _experts(step: Step, moe: Moe, forward: list[_Move], backward: list[_Move]) -> None:
     """Counts first, then tokens to the ranks of their experts, and results back; gradients go the same ways.
 
     Between the ranks of etp nothing moves: they have the same tokens, and what each adds is summed on leaving the layer.
@@ -894,7 +920,7 @@ def _experts(step: _Step, moe: Moe, forward: list[_Move], backward: list[_Move])
 # ------------------------------------------------------------------ pipeline transfers
 
 
-def _transfers(step: _Step) -> Iterator[Collective]:
+def transfers(step: Step) -> Iterator[Collective]:
     """Activations to the next stage and gradients back, once a microbatch, where the two stages are on different ranks."""
     plan = step.plan
     if plan.mesh.pp == 1:
@@ -922,7 +948,7 @@ def _transfers(step: _Step) -> Iterator[Collective]:
 # ------------------------------------------------------------------ once a step
 
 
-def _once_a_step(step: _Step) -> Iterator[Collective]:
+def once_a_step(step: Step) -> Iterator[Collective]:
     """Valid tokens, loss, gradient norm, loads of experts, tied weights, and what the optimizer gathers."""
     plan, mesh = step.plan, step.plan.mesh
     own = step.program.data_policy == "plan"
@@ -998,7 +1024,7 @@ def _norm_axes(plan: Plan, sharded: bool) -> list[Axis]:
     return found
 
 
-def _muon(step: _Step, stages: list[int], shards: int) -> Iterator[Collective]:
+def _muon(step: Step, stages: list[int], shards: int) -> Iterator[Collective]:
     """Newton-Schulz needs whole matrices: each rank gathers every momentum in float32, axis by axis.
 
     Stacked matrices of experts are taken one by one, so that ranks with whole experts gather nothing.

@@ -66,15 +66,7 @@ def communication(plan: Plan, program: Program = TITAN, imbalance: float = 1.0) 
         took = known.get(alike)
         if took is None:
             took = known[alike] = seconds(plan, one, network)
-        stage = found[one.stage]
-        part = PART_OF[one.axis]
-        if one.phase == "step":
-            stage.step[part] = stage.step.get(part, 0.0) + took * one.count
-            continue
-        if one.kind in ("send", "recv"):
-            stage.transfer = max(stage.transfer, took)
-            continue
-        _sort(one, part, took * (imbalance if part == "expert" else 1.0), runs, stage)
+        sort_into(found[one.stage], one, took, imbalance, runs)
     return found
 
 
@@ -93,7 +85,17 @@ def network_of(fit: Efficiency) -> Network:
     )
 
 
-def _sort(one: Collective, part: Part, took: float, runs: int, stage: StageCommunication) -> None:
+def sort_into(stage: StageCommunication, one: Collective, took: float, imbalance: float, runs: int) -> None:
+    """Add `one`, of which each message takes `took` seconds, to its stage: `runs` microbatches share what happens in a step."""
+    part = PART_OF[one.axis]
+    if one.phase == "step":
+        stage.step[part] = stage.step.get(part, 0.0) + took * one.count
+        return
+    if one.kind in ("send", "recv"):
+        stage.transfer = max(stage.transfer, took)
+        return
+    if part == "expert":
+        took *= imbalance
     side = stage.forward if one.phase == "forward" else stage.backward
     match one.overlaps:
         case None:

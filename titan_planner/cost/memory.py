@@ -660,18 +660,17 @@ class Rank:
     @functools.cached_property
     def _units(self) -> list[tuple[str, float, bool | int, int]]:
         """(names of its members, its bytes when gathered, whether resharded after forward, how many) of this rank's units."""
-        grouped: dict[int, tuple[str, float, bool | int, int]] = {}
+        shared: dict[int, tuple[str, float, bool | int, int]] = {}
+        found = []
         for group in self.groups:
             place, reshard = self.of.resharded[group.fqn]
             nbytes = self._gathered_bytes(self.elements[group.fqn])
-            if place in grouped:
-                name, so_far, _, count = grouped[place]
-                grouped[place] = (f"{name} {group.fqn}", so_far + nbytes * group.count, reshard, count)
-            elif place < _ALONE:
-                grouped[place] = (group.fqn, nbytes * group.count, reshard, 1)
+            if place >= _ALONE:
+                found.append((group.fqn, nbytes, reshard, group.count))
             else:
-                grouped[place] = (group.fqn, nbytes, reshard, group.count)
-        return list(grouped.values())
+                name, so_far = shared[place][:2] if place in shared else ("", 0.0)
+                shared[place] = (f"{name} {group.fqn}", so_far + nbytes * group.count, reshard, 1)
+        return [*found, *shared.values()]
 
     def _gathered_bytes(self, numel: Numel) -> float:
         size = BYTES[self.plan.fsdp.param_dtype]

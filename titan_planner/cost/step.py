@@ -177,9 +177,6 @@ OFFLOAD_BYTES_PER_S = 20e9
 
 def _update_seconds(plan: Plan, program: Program) -> tuple[float, ...]:
     """Norm, clipping and update of the elements that one rank of each pipeline rank holds, and their way to the host."""
-    width = BYTES[plan.dtype] / 4
-    each = (UPDATE_BYTES[plan.optimizer.implementation] + NORM_AND_CLIP_BYTES) * width
-    rate = OFFLOAD_BYTES_PER_S if plan.fsdp.cpu_offload else memory_rate(plan.cluster.gpu)
     if program.data_policy in ("plan", "ddp"):
         held: Mapping[str, float] = sharded_numel(plan)
         shards = 1
@@ -191,11 +188,17 @@ def _update_seconds(plan: Plan, program: Program) -> tuple[float, ...]:
     for layer in plan.layers:
         numel[rank_of[layer.stage]] += held[layer.fqn] / shards
     muon = muon_seconds(plan) if plan.optimizer.name == "Muon" else (0.0,) * plan.mesh.pp
-    moved = offloaded_bytes(plan) if plan.fsdp.cpu_offload else 0.0
-    return tuple(
-        (each / rate + moved / OFFLOAD_BYTES_PER_S) * count + orthogonal
-        for count, orthogonal in zip(numel, muon, strict=True)
-    )
+    each = update_seconds_per_element(plan)
+    return tuple(each * count + orthogonal for count, orthogonal in zip(numel, muon, strict=True))
+
+
+def update_seconds_per_element(plan: Plan) -> float:
+    """Norm, clipping and update of one element that a rank holds between steps, and its way to the host and back."""
+    width = BYTES[plan.dtype] / 4
+    each = (UPDATE_BYTES[plan.optimizer.implementation] + NORM_AND_CLIP_BYTES) * width
+    if plan.fsdp.cpu_offload:
+        return (each + offloaded_bytes(plan)) / OFFLOAD_BYTES_PER_S
+    return each / memory_rate(plan.cluster.gpu)
 
 
 def offloaded_bytes(plan: Plan) -> float:

@@ -1,0 +1,1 @@
+"""The search for the best plan: its space, prices of candidates, bounds, and the optimum."""
