@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from titan_planner.ir.capabilities import kv_replicas
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint, SpecError
 from titan_planner.ir.inventory import top_level_modules
 from titan_planner.ir.job import Batch
-from titan_planner.ir.model import Gqa, Model
+from titan_planner.ir.model import Model
+from titan_planner.ir.numbers import divisors, listing
 from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding, Pipeline, Schedule, TensorParallel
 from titan_planner.ir.plan import Layer, Plan
-from titan_planner.ir.request import DEGREE_FIELDS, Request
-from titan_planner.ir.rules import divisors
+from titan_planner.ir.request import DEGREE_FIELDS, LimitsSpec, Request
 from titan_planner.schedules import default_stages_per_rank, place_stages
 from titan_planner.sharding import expert_rows, tensor_parallel_rows
 from titan_planner.stages import layer_stages
@@ -65,6 +67,11 @@ def meshes(model: Model, cluster: Cluster, request: Request) -> Iterator[Mesh]:
     found.sort(key=lambda entry: (entry[0], entry[1]["pp"], entry[1]["cp"], entry[1]["tp"]))
     if not found:
         raise SpecError(_product_complaint(free, fixed, product, world))
+    if taker == "tp":
+        inside = [entry for entry in found if _tp_allowed(entry[1]["tp"], cluster, request)]
+        if not inside:
+            raise SpecError(tuple(tp_limits(found[0][1]["tp"], cluster, request.limits)))
+        found = inside
     # Clusters of 100,000 GPUs have thousands of meshes; looking closely at each would take minutes.
     plausible = [(used, chosen) for used, chosen in found if _plausible(chosen, model, request)]
     found = plausible or found[:1]
@@ -91,9 +98,26 @@ def _plausible(degrees: dict[str, int], model: Model, request: Request) -> bool:
 
 
 def _tp_allowed(degree: int, cluster: Cluster, request: Request) -> bool:
-    limits = request.limits
-    inside = cluster.gpus_per_node % degree == 0 or not limits.keep_tp_in_node
-    return inside and (limits.max_tp is None or degree <= limits.max_tp)
+    return next(tp_limits(degree, cluster, request.limits), None) is None
+
+
+def tp_limits(tp: int, cluster: Cluster | None, limits: LimitsSpec) -> Iterator[Complaint]:
+    """The limits of a spec that the tensor degree `tp` breaks."""
+    at = "parallelism.tensor_parallel_degree"
+    if cluster is not None and limits.keep_tp_in_node and cluster.gpus_per_node % tp and cluster.nodes > 1:
+        yield Complaint(
+            f"tp = {tp} spans nodes of {cluster.gpus_per_node} GPUs, which `limits.keep_tp_in_node` forbids",
+            at,
+            hint=f"use one of {listing(divisors(cluster.gpus_per_node))}, or set `limits: {{keep_tp_in_node: false}}`",
+            rule="limit-tp",
+        )
+    if limits.max_tp is not None and tp > limits.max_tp:
+        yield Complaint(
+            f"tp = {tp} exceeds `limits.max_tp` {limits.max_tp}",
+            at,
+            hint=f"use at most {limits.max_tp}, or raise the limit",
+            rule="limit-tp",
+        )
 
 
 def _product_complaint(free: list[str], fixed: dict[str, int], product: int, world: int) -> Complaint:
@@ -179,9 +203,17 @@ def remesh(plan: Plan, mesh: Mesh, *, schedule: Schedule | None = None, local_ba
         pipeline=layout.pipeline,
         layers=layout.layers,
         fsdp=replace(plan.fsdp, units=layout.units),
+        expert_parallel=replace(plan.expert_parallel, comm_backend=comm_backend(plan.request, mesh)),
         tensor_parallel=layout.tensor_parallel,
         sharding=layout.sharding,
     )
+
+
+def comm_backend(request: Request, mesh: Mesh) -> Literal["standard", "deepep", "hybridep"]:
+    """The pinned token dispatch, unless the planner left experts on one rank: then nothing is sent."""
+    pins = request.parallelism
+    alone = mesh.ep == 1 and pins.expert_parallel_degree == "auto"
+    return "standard" if alone else pins.expert_parallel_comm_backend
 
 
 def _schedule(request: Request, mesh: Mesh, wanted: Schedule | None) -> Schedule | None:
@@ -246,11 +278,5 @@ def _tensor_parallel(model: Model, request: Request, mesh: Mesh) -> TensorParall
         sequence_parallel=on and pins.enable_sequence_parallel is not False,
         loss_parallel=on and not pins.disable_loss_parallel,
         async_tp=False,
-        kv_replicas=_kv_replicas(model, mesh.tp) if on and pins.kv_head_replication else 1,
+        kv_replicas=kv_replicas(model, mesh.tp) if on and pins.kv_head_replication else 1,
     )
-
-
-def _kv_replicas(model: Model, tp: int) -> int:
-    """How often each KV head must be held so that tp ranks have equally many; 1 where tp divides them as they are."""
-    smallest = min(run.block.attention.num_kv_heads for run in model.blocks if isinstance(run.block.attention, Gqa))
-    return tp // smallest if tp > smallest and tp % smallest == 0 else 1
