@@ -122,7 +122,8 @@ def tp_limits(tp: int, cluster: Cluster | None, limits: LimitsSpec) -> Iterator[
 
 def _product_complaint(free: list[str], fixed: dict[str, int], product: int, world: int) -> Complaint:
     shown = " x ".join(f"{DEGREE_FIELDS[axis]} {degree}" for axis, degree in fixed.items() if degree > 1) or "1"
-    pinned = {a for a, degree in fixed.items() if degree > 1} or fixed
+    # A degree that does not divide the GPUs by itself is wrong whatever the others are.
+    pinned = {a for a, n in fixed.items() if world % n} or {a for a, n in fixed.items() if n > 1} or fixed
     axis = next((a for a in ("dp_shard", "dp_replicate", "pp", "cp", "tp") if a in pinned), "dp_shard")
     others = product // fixed.get(axis, 1)
     if free:

@@ -224,10 +224,7 @@ def _policies(plan: Plan) -> Iterator[Violation]:
         "is a second view of the same ranks. TorchTitan rounds the degree -1 down first; here the product must be "
         "exact."
     ),
-    at=(
-        "mesh",
-        "parallelism",
-    ),
+    at=("mesh",),
     structural=True,
 )
 def _world(plan: Plan) -> Iterator[Violation]:
