@@ -24,6 +24,7 @@ from titan_planner.ir.plan import Plan
 from titan_planner.ir.verify import verify
 from titan_planner.machines import resolve_cluster
 from titan_planner.models import MODELS
+from titan_planner.passes import PASSES
 from titan_planner.render.capabilities import model_capabilities, page, tp_degrees
 from titan_planner.rules import known_rules
 from titan_planner.spec import load_spec
@@ -162,10 +163,14 @@ def combined(a: str, b: str) -> tuple[dict[str, Any], set[str]]:
     return spec, uses | {kind}
 
 
+PASSES_OF_PINS = [entry for entry in PASSES if entry.__name__ not in ("search_sharding", "partition_stages")]
+"""Everything that those choose is pinned here, and there are a thousand pairs."""
+
+
 def compiled(tmp_path: Path, spec: dict[str, Any]) -> Plan:
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(spec))
-    return compile_spec(load_spec(path))
+    return compile_spec(load_spec(path), PASSES_OF_PINS)
 
 
 def outcome(tmp_path: Path, spec: dict[str, Any]) -> tuple[Plan | None, set[str | None], str]:
