@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-slow lint types goldens schemas wheel-test clean
+.PHONY: help setup demo test test-slow lint types goldens schemas docs wheel-test clean
 
 help:
 	@echo "make demo     compile a spec into a plan, explain it, and train a small Llama on real text with 4 ranks"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-slow  tests that take minutes each; CI runs them too"
 	@echo "make goldens  compile plans/*/spec.yaml anew, for review"
 	@echo "make schemas  generate schemas/ from the types"
+	@echo "make docs     generate docs/capabilities.md from the table of capabilities and the rules"
 	@echo "make clean    remove .venv and everything that runs have written"
 
 setup: .venv/installed
@@ -50,6 +51,9 @@ schemas: setup
 	@for kind in spec plan; do \
 	  $(BIN)/python -c "import sys; from titan_planner.ir.schema import schema_text; sys.stdout.write(schema_text('$$kind'))" > schemas/$$kind.v1.schema.json; \
 	done
+
+docs: setup
+	@$(BIN)/python -c "import sys; from titan_planner.render.capabilities import page; sys.stdout.write(page())" > docs/capabilities.md
 
 goldens: setup schemas
 	@for spec in plans/*/spec.yaml; do \

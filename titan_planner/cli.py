@@ -366,16 +366,22 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from titan_planner.console import emit, style_for, width_for
-    from titan_planner.ir.rules import rule
     from titan_planner.render.explain import explain, explain_json
+    from titan_planner.render.rules import rule_json, rule_text
+    from titan_planner.rules import close_rules, known_rules
 
-    found = rule(arguments.plan)
-    if found is not None and arguments.address is None and not Path(arguments.plan).exists():
-        if arguments.json:
-            print(json.dumps({"rule": found.id, "statement": found.statement}, indent=2))
-        else:
-            print(f"{found.id}: {found.statement}")
-        return 0
+    if arguments.address is None and not Path(arguments.plan).exists():
+        found = known_rules().get(arguments.plan)
+        if found is not None:
+            if arguments.json:
+                print(json.dumps(rule_json(found), indent=2))
+            else:
+                emit(rule_text(found, width_for(sys.stdout), style_for(sys.stdout)))
+            return 0
+        close = close_rules(arguments.plan)
+        if close:
+            message = f"`{arguments.plan}` is neither a file nor the id of a rule"
+            raise TitanError(Complaint(message, hint=f"did you mean {' or '.join(f'`{name}`' for name in close)}?"))
     plan = _load(arguments.plan)
     if arguments.json:
         print(json.dumps(explain_json(plan, arguments.address), indent=2))
@@ -439,18 +445,22 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from titan_planner.console import emit_table
+    from titan_planner.console import emit, emit_table, style_for, width_for
     from titan_planner.ir.codec import dumps, encode
     from titan_planner.ir.inventory import num_active_params, num_params
     from titan_planner.models import MODELS, find_model
+    from titan_planner.render.capabilities import model_capabilities, model_text
 
     if arguments.name and ":" in arguments.name:
         with _named("NAME"):
             model = find_model(*arguments.name.split(":", 1))
         if arguments.json:
-            print(json.dumps({"params": num_params(model), **encode(model)}, indent=2))
+            said = {"params": num_params(model), **encode(model), "capabilities": model_capabilities(model)}
+            print(json.dumps(said, indent=2))
         else:
             print(f"{model.family}:{model.flavor}  {num_params(model):,} parameters")
+            emit(model_text(model, width_for(sys.stdout), style_for(sys.stdout)))
+            print()
             sys.stdout.write(dumps(model))
         return 0
     if arguments.name and arguments.name not in MODELS:
@@ -469,6 +479,7 @@ def _models(arguments: argparse.Namespace) -> int:
             "hidden_dim": model.blocks[0].block.feed_forward.hidden_dim,
             "vocab": model.vocab_size,
             "tied": model.tied,
+            **({"capabilities": model_capabilities(model)} if arguments.name and arguments.json else {}),
         }
         for family, flavors in families.items()
         for flavor, model in flavors.items()
@@ -478,6 +489,10 @@ def _models(arguments: argparse.Namespace) -> int:
         return 0
     head = list(rows[0])
     emit_table("Models", head, [[_cell(row[name]) for name in head] for row in rows], right=range(1, len(head) - 1))
+    for flavor, model in MODELS[arguments.name].items() if arguments.name else ():
+        print()
+        emit(style_for(sys.stdout).bold(f"{arguments.name}:{flavor}"))
+        emit(model_text(model, width_for(sys.stdout), style_for(sys.stdout), only_degrees=True))
     return 0
 
 

@@ -56,7 +56,7 @@ def compile_spec(loaded: LoadedSpec, passes: Sequence[Pass] = PASSES, dump: Dump
     except SpecError as error:
         raise SpecError([_located(complaint, loaded) for complaint in error.complaints]) from None
     except InvariantError as error:
-        complaint = Complaint(error.message, error.field, hint=error.hint)
+        complaint = Complaint(error.message, error.field, hint=error.hint, rule=error.rule)
         raise SpecError(_located(complaint, loaded)) from None
 
 
@@ -68,7 +68,7 @@ def resolve(loaded: LoadedSpec) -> Problem:
     try:
         model = find_or_read_model(spec, loaded.folder)
     except InvariantError as error:
-        complaints.append(Complaint(error.message, f"model.{error.field}", hint=error.hint))
+        complaints.append(Complaint(error.message, f"model.{error.field}", hint=error.hint, rule=error.rule))
     cluster, problems = resolve_cluster(spec.cluster)
     complaints += problems
     complaints += spec_complaints(spec, model, cluster)
@@ -97,7 +97,7 @@ def find_or_read_model(spec: Spec, folder: Path) -> Model:
     try:
         return override(model, section.overrides)
     except InvariantError as error:
-        raise InvariantError(f"overrides.{error.field}", error.message, error.hint) from None
+        raise InvariantError(f"overrides.{error.field}", error.message, error.hint, rule=error.rule) from None
 
 
 def _compile(problem: Problem, passes: Sequence[Pass], dump: Dump | None, is_set: Callable[[str], bool]) -> Plan:

@@ -6,16 +6,18 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from titan_planner.ir.capabilities import kv_replicas
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint, SpecError
 from titan_planner.ir.inventory import top_level_modules
 from titan_planner.ir.job import Batch
-from titan_planner.ir.model import Gqa, Model
+from titan_planner.ir.model import Model
+from titan_planner.ir.numbers import divisors, listing
 from titan_planner.ir.parallel import FsdpUnit, Mesh, ModuleSharding, Pipeline, Schedule, TensorParallel
 from titan_planner.ir.plan import Layer, Plan
-from titan_planner.ir.request import DEGREE_FIELDS, Request
-from titan_planner.ir.rules import divisors
+from titan_planner.ir.request import DEGREE_FIELDS, LimitsSpec, Request
 from titan_planner.schedules import default_stages_per_rank, place_stages
 from titan_planner.sharding import expert_rows, tensor_parallel_rows
 from titan_planner.stages import layer_stages
@@ -66,6 +68,11 @@ def meshes(model: Model, cluster: Cluster, request: Request) -> Iterator[Mesh]:
     found.sort(key=lambda entry: (entry[0], entry[1]["pp"], entry[1]["cp"], entry[1]["tp"]))
     if not found:
         raise SpecError(_product_complaint(free, fixed, product, world))
+    if taker == "tp":
+        inside = [entry for entry in found if tp_allowed(entry[1]["tp"], cluster, request)]
+        if not inside:
+            raise SpecError(tuple(tp_limits(found[0][1]["tp"], cluster, request.limits)))
+        found = inside
     # Clusters of 100,000 GPUs have thousands of meshes; looking closely at each would take minutes.
     plausible = [(used, chosen) for used, chosen in found if _plausible(chosen, model, request)]
     found = plausible or found[:1]
@@ -93,14 +100,32 @@ def _plausible(degrees: dict[str, int], model: Model, request: Request) -> bool:
 
 def tp_allowed(degree: int, cluster: Cluster, request: Request) -> bool:
     """Whether the limits of the request let this many ranks share a matrix."""
-    limits = request.limits
-    inside = cluster.gpus_per_node % degree == 0 or not limits.keep_tp_in_node
-    return inside and (limits.max_tp is None or degree <= limits.max_tp)
+    return next(tp_limits(degree, cluster, request.limits), None) is None
+
+
+def tp_limits(tp: int, cluster: Cluster | None, limits: LimitsSpec) -> Iterator[Complaint]:
+    """The limits of a spec that the tensor degree `tp` breaks."""
+    at = "parallelism.tensor_parallel_degree"
+    if cluster is not None and limits.keep_tp_in_node and cluster.gpus_per_node % tp and cluster.nodes > 1:
+        yield Complaint(
+            f"tp = {tp} spans nodes of {cluster.gpus_per_node} GPUs, which `limits.keep_tp_in_node` forbids",
+            at,
+            hint=f"use one of {listing(divisors(cluster.gpus_per_node))}, or set `limits: {{keep_tp_in_node: false}}`",
+            rule="limit-tp",
+        )
+    if limits.max_tp is not None and tp > limits.max_tp:
+        yield Complaint(
+            f"tp = {tp} exceeds `limits.max_tp` {limits.max_tp}",
+            at,
+            hint=f"use at most {limits.max_tp}, or raise the limit",
+            rule="limit-tp",
+        )
 
 
 def _product_complaint(free: list[str], fixed: dict[str, int], product: int, world: int) -> Complaint:
     shown = " x ".join(f"{DEGREE_FIELDS[axis]} {degree}" for axis, degree in fixed.items() if degree > 1) or "1"
-    pinned = {a for a, degree in fixed.items() if degree > 1} or fixed
+    # A degree that does not divide the GPUs by itself is wrong whatever the others are.
+    pinned = {a for a, n in fixed.items() if world % n} or {a for a, n in fixed.items() if n > 1} or fixed
     axis = next((a for a in ("dp_shard", "dp_replicate", "pp", "cp", "tp") if a in pinned), "dp_shard")
     others = product // fixed.get(axis, 1)
     if free:
@@ -181,9 +206,17 @@ def remesh(plan: Plan, mesh: Mesh, *, schedule: Schedule | None = None, local_ba
         pipeline=layout.pipeline,
         layers=layout.layers,
         fsdp=replace(plan.fsdp, units=layout.units),
+        expert_parallel=replace(plan.expert_parallel, comm_backend=comm_backend(plan.request, mesh)),
         tensor_parallel=layout.tensor_parallel,
         sharding=layout.sharding,
     )
+
+
+def comm_backend(request: Request, mesh: Mesh) -> Literal["standard", "deepep", "hybridep"]:
+    """The pinned token dispatch, unless the planner left experts on one rank: then nothing is sent."""
+    pins = request.parallelism
+    alone = mesh.ep == 1 and pins.expert_parallel_degree == "auto"
+    return "standard" if alone else pins.expert_parallel_comm_backend
 
 
 def _schedule(request: Request, mesh: Mesh, wanted: Schedule | None) -> Schedule | None:
@@ -255,9 +288,3 @@ def _tensor_parallel(model: Model, request: Request, mesh: Mesh) -> TensorParall
         async_tp=False,
         kv_replicas=kv_replicas(model, mesh.tp) if on and pins.kv_head_replication else 1,
     )
-
-
-def kv_replicas(model: Model, tp: int) -> int:
-    """How often each KV head must be held so that tp ranks have equally many; 1 where tp divides them as they are."""
-    smallest = min(run.block.attention.num_kv_heads for run in model.blocks if isinstance(run.block.attention, Gqa))
-    return tp // smallest if tp > smallest and tp % smallest == 0 else 1

@@ -6,10 +6,12 @@ after every pass; everything that is `auto` takes the plainest legal value, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 from titan_planner.ir.cluster import Cluster
-from titan_planner.ir.errors import Complaint, SpecError
+from titan_planner.ir.errors import Complaint, InvariantError, SpecError
 from titan_planner.ir.execution import KEEP_ALL, ActivationCheckpoint, Compile, Float8, Loss
 from titan_planner.ir.job import (
     Checkpoint,
@@ -29,7 +31,7 @@ from titan_planner.ir.parallel import ContextParallel, ExpertParallel, Fsdp, Mes
 from titan_planner.ir.plan import PLAN_VERSION, Plan, Remark
 from titan_planner.ir.request import DEGREE_FIELDS, Request, Spec
 from titan_planner.ir.verify import verify
-from titan_planner.layout import lay_out, meshes
+from titan_planner.layout import comm_backend, lay_out, meshes
 from titan_planner.stages import InfeasibleStages
 
 
@@ -44,25 +46,87 @@ class Problem:
 
 
 def lower(problem: Problem) -> Plan:
-    """The naive plan: the first legal mesh with the least model parallelism. Raises `SpecError` when none is legal."""
+    """The naive plan: the first legal mesh with the least model parallelism.
+
+    Raises `SpecError` when none is legal, with everything that is wrong: degrees or stages that cannot be had hide nothing else.
+    """
     first: tuple[Complaint, ...] = ()
     tried = 0
     expected = True
-    for mesh in meshes(problem.model, problem.cluster, problem.spec.request()):
+    for mesh in _grids(problem):
         expected = expected and (tried > 0 or _all_unpinned_are_one(problem, mesh))
         tried += 1
         try:
             plan = _on_mesh(problem, mesh)
             broken = verify(plan)
         except InfeasibleStages as error:
-            broken = (Complaint(error.message, error.address, hint=error.hint),)
+            broken = (_about_stages(error),)
         else:
             if not broken:
                 return plan
-        first = first or broken
+        first = first or (*broken, *_beside(problem, broken))
     # The first mesh is the one that users expect: what is wrong with it is what is wrong with the spec. Unless even the
     # first had to be something else, because the batch does not divide.
     raise SpecError(first if expected else _none_is_legal(problem, tried, first))
+
+
+def _grids(problem: Problem) -> Iterator[Mesh]:
+    try:
+        yield from meshes(problem.model, problem.cluster, problem.spec.request())
+    except SpecError as error:
+        raise SpecError((*error.complaints, *_beside(problem, error.complaints))) from None
+
+
+def _about_stages(error: InfeasibleStages) -> Complaint:
+    return Complaint(error.message, error.address, hint=error.hint, rule=error.rule)
+
+
+def _beside(problem: Problem, found: tuple[Complaint, ...]) -> tuple[Complaint, ...]:
+    """What else is wrong with a spec whose degrees or stages, `found` says, cannot be had; nothing where they can.
+
+    Judged on a mesh of the other pins, with one rank on every axis that is open or that `found` speaks of: what breaks a rule
+    there breaks it on every mesh. Rules that a larger mesh could satisfy are left out.
+    """
+    spec, rules = problem.spec, {complaint.rule for complaint in found}
+    pins = spec.request().parallelism
+    bad = {complaint.address.removeprefix("parallelism.") for complaint in found}
+    changed: dict[str, Any] = dict.fromkeys(sorted(bad & set(DEGREE_FIELDS.values())), 1)
+    if rules & {"pp-layers", "pp-listed", "plan-stages", "plan-stage-order"}:
+        changed["pipeline_parallel_degree"] = 1
+    if not changed:
+        return ()
+    if "pipeline_parallel_degree" in changed:
+        changed["pipeline_parallel_schedule_actions"] = None
+    if isinstance(pins.fsdp_reshard_after_forward, int):
+        changed["fsdp_reshard_after_forward"] = "default"
+    trial = replace(problem, spec=replace(spec, parallelism=replace(pins, **changed)))
+    trusted = trial.spec.request()
+    degrees = {axis: getattr(trusted.parallelism, name) for axis, name in DEGREE_FIELDS.items()}
+    open_data = any(
+        name in changed or not _is_degree(degrees[axis]) for axis, name in DEGREE_FIELDS.items() if axis[:2] == "dp"
+    )
+    doubtful = {"mesh-world", "ep-region"}
+    if trusted.parallelism.pipeline_parallel_schedule == "auto":
+        doubtful.add("pp-microbatches")  # another schedule may do
+    if open_data and trusted.local_batch_size == "auto" and trusted.global_batch_size not in ("auto", -1):
+        doubtful |= {"pp-microbatches", "batch-micro"}  # how many there are follows from the data-parallel ranks
+    ep, etp = (degree if isinstance(degree, int) else 1 for degree in (
+        trusted.parallelism.expert_parallel_degree, trusted.parallelism.expert_tensor_parallel_degree))  # fmt: skip
+    mesh = Mesh(**{axis: degree if _is_degree(degree) else 1 for axis, degree in degrees.items()}, ep=ep, etp=etp)
+    try:
+        told = verify(_on_mesh(trial, mesh), without=doubtful)
+        # Experts are shared among the data-parallel ranks, so these are given as many as that takes.
+        wide = verify(_on_mesh(trial, replace(mesh, dp_shard=ep * etp)), without={"mesh-world"})
+    except InfeasibleStages as error:
+        stages = _about_stages(error)
+        return (stages, *_beside(problem, (*found, stages)))
+    except InvariantError:
+        return ()  # degrees beyond what a batch can have: what was found says so
+    return (*told, *(complaint for complaint in wide if complaint.rule == "ep-region"))
+
+
+def _is_degree(value: int | str) -> TypeGuard[int]:
+    return isinstance(value, int) and value > 0
 
 
 def _all_unpinned_are_one(problem: Problem, mesh: Mesh) -> bool:
@@ -147,7 +211,7 @@ def _on_mesh(problem: Problem, mesh: Mesh) -> Plan:
             ),
         ),
         expert_parallel=ExpertParallel(
-            comm_backend=pins.expert_parallel_comm_backend,
+            comm_backend=comm_backend(request, mesh),
             capacity_factor=pins.expert_capacity_factor,
             force_load_balance=pins.moe_force_load_balance,
         ),

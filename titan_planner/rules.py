@@ -1,19 +1,27 @@
-"""Rules about a spec that a plan cannot show, where a plan's addresses come from in a spec, and feasibility."""
+"""Rules about a spec that a plan cannot show, what is checked before any plan is made, where a plan's addresses come from in a
+spec, feasibility, and the registry of every rule that a complaint can name."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Union, get_args, get_origin
 
 from titan_planner.cost.memory import GIB, Parts, RankMemory, rank_memory
+from titan_planner.ir.capabilities import ROWS, broken_pins, pin_facts
 from titan_planner.ir.cluster import Cluster
 from titan_planner.ir.errors import Complaint
+from titan_planner.ir.features import AUTO_FILTER, Asked
 from titan_planner.ir.fqn import fold, pattern_matches
 from titan_planner.ir.inventory import expert_modules, linear_modules
 from titan_planner.ir.model import Model
 from titan_planner.ir.plan import Plan
+from titan_planner.ir.record import field_types
 from titan_planner.ir.request import Spec
-from titan_planner.passes.filter_float8 import AUTO_FILTER
+from titan_planner.ir.rules import INVARIANTS, RULES, Invariant, Rule
+from titan_planner.layout import tp_limits
 
 SPEC_ADDRESSES: tuple[tuple[str, str], ...] = (
     ("mesh.pp", "parallelism.pipeline_parallel_degree"),
@@ -35,9 +43,12 @@ SPEC_ADDRESSES: tuple[tuple[str, str], ...] = (
     ("pipeline.actions", "parallelism.pipeline_parallel_schedule_actions"),
     ("pipeline", "parallelism"),
     ("layers", "parallelism.module_fqns_per_model_part"),
+    ("layers.checkpoint", "activation_checkpoint.mode"),
     ("fsdp.strategy", "parallelism.data_parallel_strategy"),
     ("fsdp.cpu_offload", "training.enable_cpu_offload"),
     ("fsdp.units", "parallelism.fsdp_reshard_after_forward"),
+    ("fsdp.prefetch_forward", "parallelism.fsdp_prefetch_forward"),
+    ("fsdp.prefetch_backward", "parallelism.fsdp_prefetch_backward"),
     ("tensor_parallel.sequence_parallel", "parallelism.enable_sequence_parallel"),
     ("tensor_parallel.loss_parallel", "parallelism.disable_loss_parallel"),
     ("tensor_parallel.async_tp", "parallelism.enable_async_tensor_parallel"),
@@ -56,6 +67,7 @@ SPEC_ADDRESSES: tuple[tuple[str, str], ...] = (
     ("job.dump_folder", "dump_folder"),
     ("job.steps", "training.steps"),
     ("job", ""),
+    ("request", ""),
 )
 """Where in a spec a plan's address comes from: the longest matching prefix is replaced."""
 
@@ -65,89 +77,110 @@ def to_spec_address(address: str) -> str:
     for prefix, target in sorted(SPEC_ADDRESSES, key=lambda pair: -len(pair[0])):
         if address == prefix or address.startswith((prefix + ".", prefix + "[")):
             rest = address[len(prefix) :].lstrip(".")
-            if prefix in ("job", "lr_schedule", "data"):
+            if prefix in ("job", "lr_schedule", "data", "request"):
                 return f"{target}.{rest}".strip(".")
             return target
     return address
 
 
+# ------------------------------------------------------------------ rules about specs alone
+
+
+@dataclass(frozen=True, slots=True)
+class SpecRule:
+    """A statement about specs, why it holds, and the addresses of a spec that it concerns."""
+
+    id: str
+    statement: str
+    doc: str
+    at: tuple[str, ...]
+
+
+SPEC_RULES: tuple[SpecRule, ...] = (
+    SpecRule(
+        "float8-filter",
+        "Filters of linears match some, and torchao's thresholds go with the recipes that they were measured for.",
+        "A filter that matches nothing is a misspelling, which TorchTitan let pass (#4008). torchao 0.18 has thresholds for "
+        "tensorwise and rowwise; for rowwise_with_gw_hp it raises NotImplementedError, for MXFP8 it has none.",
+        ("float8.filter_fqns",),
+    ),
+    SpecRule(
+        "limit-tp",
+        "A pinned tensor degree respects `limits.max_tp` and `limits.keep_tp_in_node`.",
+        "Tensor parallelism communicates in every layer, several times slower over a network than inside a node. Tensor ranks "
+        "are neighbours, so they share a node exactly when their number divides it; TorchTitan checks it nowhere.",
+        ("parallelism.tensor_parallel_degree", "limits.max_tp", "limits.keep_tp_in_node"),
+    ),
+    SpecRule(
+        "limit-deadline",
+        "`limits.deadline_days` needs `training.token_budget`.",
+        "How long a training takes follows from how many tokens it is to see; `training.steps` is how long one run goes on.",
+        ("limits.deadline_days", "training.token_budget"),
+    ),
+    SpecRule(
+        "pp-layers",
+        "Pipeline stages have at least a layer each, and so many layers a stage make whole ranks.",
+        "TorchTitan splits layers evenly, the embedding and the output counting as so many layers, and raises when the stages "
+        "that this makes do not divide over the pipeline ranks.",
+        ("parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_layers_per_stage"),
+    ),
+    SpecRule(
+        "pp-listed",
+        "Stages that are listed hold every top-level module once.",
+        "A module that is listed twice would be trained twice, and one that is not listed would be left out of the model.",
+        ("parallelism.module_fqns_per_model_part",),
+    ),
+    SpecRule(
+        "memory-fits",
+        "Parameters, gradients, optimizer states and gathered units fit in the memory of a GPU.",
+        "They are there at every update, whatever is recomputed. Activations come on top: a plan that may not fit with them is "
+        "flagged, not refused.",
+        ("cluster",),
+    ),
+)
+
+
 def spec_complaints(spec: Spec, model: Model | None, cluster: Cluster | None) -> list[Complaint]:
     """What is wrong with a spec beyond its types, whatever plan it would get."""
-    found = list(_float8(spec, model, cluster))
-    found += _checkpointing(spec, model)
-    found += _limits(spec, cluster)
+    asked = Asked(spec, spec.request(), model, cluster)
+    facts = pin_facts(asked)
+    found = [
+        Complaint(row.why.format(**facts), row.address, hint=row.instead.format(**facts) or None, rule=row.rule)
+        for row in broken_pins(asked)
+    ]
+    found += _patterns(asked)
+    found += _limits(asked)
     return found
 
 
-def _float8(spec: Spec, model: Model | None, cluster: Cluster | None) -> Iterator[Complaint]:
-    asked = spec.request().float8
-    if asked.recipe == "none":
+def _patterns(asked: Asked) -> Iterator[Complaint]:
+    """Parts of names that match nothing of the model."""
+    model, float8 = asked.model, asked.request.float8
+    if model is None:
         return
-    if cluster is not None and asked.recipe == "mxfp8" and not (cluster.gpu.mxfp8 or asked.emulate):
-        yield Complaint(
-            f"{cluster.gpu.name} has no MXFP8",
-            "float8.recipe",
-            rule="float8-hardware",
-            hint="use `recipe: tensorwise`"
-            if cluster.gpu.float8
-            else "remove the section float8, or set `emulate: true`",
-        )
-    elif cluster is not None and asked.recipe not in ("auto", "mxfp8") and not cluster.gpu.float8 and not asked.emulate:
-        yield Complaint(
-            f"{cluster.gpu.name} has no Float8",
-            "float8.recipe",
-            rule="float8-hardware",
-            hint="remove the section float8, or set `emulate: true` to try the numerics",
-        )
-    if asked.enable_fsdp_float8_all_gather and asked.recipe not in ("auto", "tensorwise"):
-        yield Complaint(
-            f"the Float8 all-gather works with the recipe tensorwise only, not {asked.recipe}",
-            "float8.enable_fsdp_float8_all_gather",
-            rule="float8-hardware",
-            hint="use `recipe: tensorwise`, or turn the all-gather off",
-        )
-    if asked.enable_fsdp_float8_all_gather and spec.request().parallelism.data_parallel_strategy == "ddp":
-        yield Complaint(
-            "the strategy ddp gathers no weights, so none can be gathered in Float8",
-            "float8.enable_fsdp_float8_all_gather",
-            rule="float8-all-gather",
-            hint="use the strategy fsdp, or turn the all-gather off",
-        )
-    if asked.precompute_float8_dynamic_scale_for_fsdp and not asked.enable_fsdp_float8_all_gather:
-        yield Complaint(
-            "precomputed scales go with the Float8 all-gather only",
-            "float8.precompute_float8_dynamic_scale_for_fsdp",
-            rule="float8-hardware",
-            hint="set `enable_fsdp_float8_all_gather: true`, or remove the line",
-        )
-    if asked.recipe in ("rowwise_with_gw_hp", "mxfp8") and AUTO_FILTER in asked.filter_fqns:
-        yield Complaint(
-            f"`{AUTO_FILTER}` has no thresholds for the recipe {asked.recipe}",
-            "float8.filter_fqns",
-            rule="float8-filter",
-            hint="list the linears to skip, or use tensorwise or rowwise",
-        )
-    if asked.grouped_mm_fqns and asked.recipe != "mxfp8":
-        yield Complaint(
-            f"experts' grouped products run in the recipe mxfp8 only, not {asked.recipe}",
-            "float8.grouped_mm_fqns",
-            rule="float8-experts",
-            hint="use `recipe: mxfp8`, or remove the line",
-        )
-    if model is not None:
+    if float8.recipe != "none":
         known = expert_modules(model)
-        for index, part in enumerate(asked.grouped_mm_fqns):
+        # Of a model without experts the table of capabilities says so.
+        for index, part in enumerate(float8.grouped_mm_fqns if known else ()):
             if not any(pattern_matches(part, fqn) for fqn in known):
                 yield Complaint(
                     f"`{part}` matches no experts of the model",
                     f"float8.grouped_mm_fqns[{index}]",
                     rule="float8-experts",
-                    hint=f"experts are called {', '.join(f'`{fqn}`' for fqn in fold(known))}" if known else "remove it",
+                    hint=f"experts are called {', '.join(f'`{fqn}`' for fqn in fold(known))}",
                 )
-        yield from _unmatched(asked.filter_fqns, model, "float8.filter_fqns", "float8-filter")
+        yield from _unmatched(float8.filter_fqns, model, "float8.filter_fqns", "float8-filter")
+    yield from _unmatched(
+        asked.request.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns,
+        model,
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+        "ac-recompute",
+    )
 
 
-def _unmatched(patterns: tuple[str, ...], model: Model, address: str, rule: str) -> Iterator[Complaint]:
+def _unmatched(
+    patterns: tuple[str, ...], model: Model, address: str, rule: Literal["float8-filter", "ac-recompute"]
+) -> Iterator[Complaint]:
     linears = linear_modules(model)
     words = sorted({part for fqn in linears for part in (fqn.split(".", 2)[-1], fqn.split(".")[-1])})
     for index, pattern in enumerate(patterns):
@@ -162,43 +195,22 @@ def _unmatched(patterns: tuple[str, ...], model: Model, address: str, rule: str)
         yield Complaint(f"`{pattern}` matches no linear of the model", f"{address}[{index}]", hint=hint, rule=rule)
 
 
-def _checkpointing(spec: Spec, model: Model | None) -> Iterator[Complaint]:
-    request = spec.request()
-    asked, compiled = request.activation_checkpoint, request.compile
-    if asked.mode == "memory_budget" and (compiled.enable is False or "model" not in compiled.components):
+def _limits(asked: Asked) -> Iterator[Complaint]:
+    limits, budget = asked.spec.limits, asked.spec.training.token_budget
+    if limits.deadline_days is not None and budget is None:
         yield Complaint(
-            "the checkpointing mode memory_budget needs the model compiled",
-            "activation_checkpoint.mode",
-            rule="ac-layers",
-            hint="set `compile: {enable: true}` with the component model, or use the mode selective",
+            f"`deadline_days` is {limits.deadline_days:g}, but `training.token_budget` does not say how many tokens the "
+            "training is to see",
+            "limits.deadline_days",
+            rule="limit-deadline",
+            hint="write `training: {token_budget: 15e12}`, or remove the deadline",
         )
-    if model is not None:
-        yield from _unmatched(
-            asked.per_op_sac_force_recompute_mm_shapes_by_fqns,
-            model,
-            "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
-            "ac-layers",
-        )
+    tp = asked.request.parallelism.tensor_parallel_degree
+    if isinstance(tp, int) and tp > 0:
+        yield from tp_limits(tp, asked.cluster, limits)
 
 
-def _limits(spec: Spec, cluster: Cluster | None) -> Iterator[Complaint]:
-    tp = spec.request().parallelism.tensor_parallel_degree
-    if not isinstance(tp, int) or tp < 1:
-        return
-    if cluster is not None and spec.limits.keep_tp_in_node and cluster.nodes > 1 and cluster.gpus_per_node % tp:
-        yield Complaint(
-            f"tp = {tp} spans nodes of {cluster.gpus_per_node} GPUs, which `limits.keep_tp_in_node` forbids",
-            "parallelism.tensor_parallel_degree",
-            rule="limit-tp",
-            hint=f"use a divisor of {cluster.gpus_per_node}, or set `limits: {{keep_tp_in_node: false}}`",
-        )
-    if spec.limits.max_tp is not None and tp > spec.limits.max_tp:
-        yield Complaint(
-            f"tp = {tp} exceeds `limits.max_tp` {spec.limits.max_tp}",
-            "parallelism.tensor_parallel_degree",
-            rule="limit-tp",
-            hint="raise the limit or lower the degree",
-        )
+# ------------------------------------------------------------------ feasibility
 
 
 def feasibility(plan: Plan) -> Complaint | None:
@@ -243,3 +255,61 @@ def _nodes_needed(plan: Plan) -> int:
         plan.cluster.nodes + 1,
         -(-int(state * plan.cluster.num_gpus * 2) // int(plan.cluster.gpu.memory_gib * plan.cluster.gpus_per_node)),
     )
+
+
+# ------------------------------------------------------------------ the registry
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A rule as `titan-plan explain` prints it: what it says, why it holds, and where it looks.
+
+    `spec` are the addresses of a spec that can break it, none where only a plan can. `table` are the lines of the table of
+    capabilities that it enforces.
+    """
+
+    id: str
+    statement: str
+    doc: str
+    spec: tuple[str, ...]
+    plan: tuple[str, ...]
+    table: tuple[str, ...]
+
+
+def known_rules() -> Mapping[str, Known]:
+    """Every rule that a complaint can name, by id, in the order in which they are checked."""
+    found: dict[str, Known] = {}
+    entries: list[Rule | Invariant] = [*RULES, *INVARIANTS]
+    for entry in entries:
+        spec = tuple(dict.fromkeys(a for a in map(to_spec_address, entry.at) if is_spec_address(a)))
+        found[entry.id] = Known(entry.id, entry.statement, entry.doc, spec, entry.at, _table(entry.id))
+    for rule in SPEC_RULES:
+        found[rule.id] = Known(rule.id, rule.statement, rule.doc, rule.at, (), _table(rule.id))
+    return found
+
+
+def _table(rule: str) -> tuple[str, ...]:
+    lines = (f"{row.feature} {row.verdict} {' or '.join(row.others)}" for row in ROWS if row.rule == rule)
+    return tuple(dict.fromkeys(lines))
+
+
+def close_rules(word: str) -> list[str]:
+    """Ids of rules that look like `word`, the closest first."""
+    return difflib.get_close_matches(word, list(known_rules()), 3, 0.6)
+
+
+def is_spec_address(address: str) -> bool:
+    """Whether a spec has a field at the dotted `address`."""
+    record: type = Spec
+    parts = address.split(".")
+    for index, name in enumerate(parts):
+        fields = field_types(record)
+        if name not in fields:
+            return False
+        hint = fields[name]
+        members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        inner = next((m for m in members if isinstance(m, type) and hasattr(m, "__dataclass_fields__")), None)
+        if inner is None:
+            return index == len(parts) - 1
+        record = inner
+    return True

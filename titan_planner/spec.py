@@ -122,7 +122,7 @@ def _collect_invariants(document: Document, first: DecodeError) -> list[Complain
                 broken.append(error)
     for entry in broken:
         place = document.place(path_of(entry.field))
-        complaints[entry.field] = Complaint(entry.message, entry.field, place, entry.hint)
+        complaints[entry.field] = Complaint(entry.message, entry.field, place, entry.hint, entry.rule)
     return list(complaints.values())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import top_level_modules
 from titan_planner.ir.model import Model
@@ -10,10 +12,13 @@ from titan_planner.ir.request import ParallelismSpec
 
 
 class InfeasibleStages(Exception):
-    """The stages that were asked for cannot be made; `address` is the spec's."""
+    """The stages that were asked for cannot be made; `address` is the spec's, `rule` the id of a rule."""
 
-    def __init__(self, address: str, message: str, hint: str) -> None:
+    def __init__(
+        self, address: str, message: str, hint: str, rule: Literal["pp-layers", "pp-listed"] = "pp-layers"
+    ) -> None:
         super().__init__(message)
+        self.rule = rule
         self.address = address
         self.message = message
         self.hint = hint
@@ -91,14 +96,15 @@ def _listed(model: Model, parts: tuple[tuple[str, ...], ...]) -> tuple[int, ...]
                     address,
                     f"`{selector}` names no top-level module of the model",
                     f"use {names[0]}, layers.0 to {names[-3]}, norm, output",
+                    "pp-listed",
                 )
             for fqn in found:
                 if fqn in stage_of:
                     raise InfeasibleStages(
-                        address, f"`{fqn}` is listed in stages {stage_of[fqn]} and {stage}", "list it once"
+                        address, f"`{fqn}` is listed in stages {stage_of[fqn]} and {stage}", "list it once", "pp-listed"
                     )
                 stage_of[fqn] = stage
     missing = [fqn for fqn in names if fqn not in stage_of]
     if missing:
-        raise InfeasibleStages(address, f"`{missing[0]}` is in no stage", "list every module once")
+        raise InfeasibleStages(address, f"`{missing[0]}` is in no stage", "list every module once", "pp-listed")
     return tuple(stage_of[fqn] for fqn in names)

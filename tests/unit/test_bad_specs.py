@@ -289,6 +289,33 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     ("absurd size", GPU.replace("nodes: 1", "nodes: 1000000000000"), [("3:38", "must be at most 1,000,000")]),
     (
+        "tp over nodes",
+        GPU.replace("nodes: 1", "nodes: 2, inter_node: ib-ndr-400") + "parallelism: {tensor_parallel_degree: 16}\n",
+        [("5:39", "tp = 16 spans nodes of 8 GPUs")],
+    ),
+    (
+        "tp over its limit",
+        GPU + "parallelism: {tensor_parallel_degree: 8}\nlimits: {max_tp: 4}\n",
+        [("5:39", "tp = 8 exceeds `limits.max_tp` 4")],
+    ),
+    (
+        "deadline without tokens",
+        GPU + "limits: {deadline_days: 30}\n",
+        [("5:25", "`training.token_budget` does not say how many tokens")],
+    ),
+    ("deadline of 0 days", GPU + "limits: {deadline_days: 0}\n", [("5:25", "must be greater than 0")]),
+    (
+        "stages that leave modules out",
+        GPU.replace("local_batch_size: 1", "local_batch_size: 8")
+        + "parallelism: {pipeline_parallel_degree: 2, module_fqns_per_model_part: [[tok_embeddings], [layers.*]]}\n",
+        [("5:72", "`norm` is in no stage")],
+    ),
+    (
+        "units gathered ahead by DDP",
+        GPU + "parallelism: {data_parallel_strategy: ddp, fsdp_prefetch_forward: 2}\n",
+        [("5:67", "`data_parallel_strategy: ddp` gathers nothing")],
+    ),
+    (
         "float8 gathered, resharded in part",
         GOOD + "parallelism: {fsdp_reshard_after_forward: 2}\n"
         "float8: {recipe: tensorwise, emulate: true, enable_fsdp_float8_all_gather: true}\n",

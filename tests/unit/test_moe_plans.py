@@ -173,7 +173,8 @@ def test_ep_is_refused_where_there_are_no_experts() -> None:
 def test_options_of_routing_are_pinned_by_the_spec() -> None:
     assert (PLAN.expert_parallel.capacity_factor, PLAN.expert_parallel.force_load_balance) == (None, False)
     pins = "expert_capacity_factor: 1.25, moe_force_load_balance: true, expert_parallel_comm_backend: deepep"
-    plan = compile_text(MOE.replace("expert_parallel_degree: 2", f"expert_parallel_degree: 2, {pins}"))
+    gpus = MOE.replace("gpu: cpu", "gpu: h100-sxm-80gb")
+    plan = compile_text(gpus.replace("expert_parallel_degree: 2", f"expert_parallel_degree: 2, {pins}"))
     assert plan.expert_parallel == ExpertParallel(comm_backend="deepep", capacity_factor=1.25, force_load_balance=True)
     assert verify(plan) == ()
     assert asked(plan, "expert_parallel.capacity_factor") == Asked("parallelism.expert_capacity_factor", 1.25, "pinned")

@@ -47,7 +47,7 @@ def decode(cls: type[T], data: Any, address: str = "") -> T:
         raise
     except InvariantError as error:
         at = f"{address}.{error.field}" if address else error.field
-        raise DecodeError(at, error.message, error.hint) from error
+        raise DecodeError(at, error.message, error.hint, error.rule) from error
 
 
 def decode_value(hint: Any, value: Any, address: str) -> Any:

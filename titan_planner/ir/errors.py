@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 
 class InvariantError(ValueError):
-    """A record was built with a value that its type forbids; `field` is the name of the offending field."""
+    """A record was built with a value that its type forbids; `field` is the name of the offending field.
 
-    def __init__(self, field: str, message: str, hint: str | None = None) -> None:
+    `rule` is the id of the invariant (`ir/rules.py`), where it has one.
+    """
+
+    def __init__(self, field: str, message: str, hint: str | None = None, rule: str | None = None) -> None:
         super().__init__(message)
         self.field = field
         self.message = message
         self.hint = hint
+        self.rule = rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +58,9 @@ class TitanError(Exception):
     """An error of the user's input. Printed as its complaints, never as a traceback."""
 
     def __init__(self, complaints: Sequence[Complaint] | Complaint) -> None:
+        # What two checks find alike is said once.
         self.complaints: tuple[Complaint, ...] = (
-            (complaints,) if isinstance(complaints, Complaint) else tuple(complaints)
+            (complaints,) if isinstance(complaints, Complaint) else tuple(dict.fromkeys(complaints))
         )
         super().__init__("\n".join(str(c) for c in self.complaints))
 

@@ -39,14 +39,20 @@ class CheckpointPolicy:
     def check(self) -> None:
         if (self.mode == "memory_budget") != (self.memory_budget is not None):
             raise InvariantError(
-                "memory_budget", f"policy `{self.name}`: `memory_budget` goes with mode memory_budget only"
+                "memory_budget",
+                f"policy `{self.name}`: `memory_budget` goes with mode memory_budget only",
+                rule="ac-options",
             )
         if self.save_ops and self.mode != "selective":
-            raise InvariantError("save_ops", f"policy `{self.name}`: `save_ops` goes with mode selective only")
+            raise InvariantError(
+                "save_ops", f"policy `{self.name}`: `save_ops` goes with mode selective only", rule="ac-options"
+            )
         for name in ("recompute_every_second_matmul", "force_recompute_fqns"):
             if getattr(self, name) and self.mode != "selective":
                 raise InvariantError(
-                    name, f"policy `{self.name}`: `{name}` goes with mode selective only, but the mode is {self.mode}"
+                    name,
+                    f"policy `{self.name}`: `{name}` goes with mode selective only, but the mode is {self.mode}",
+                    rule="ac-options",
                 )
 
 
@@ -103,10 +109,17 @@ class Float8:
 
     def check(self) -> None:
         if self.recipe is None and (self.converted or self.experts or self.enable_fsdp_float8_all_gather):
-            raise InvariantError("recipe", "`recipe` is null, but Float8 linears or a Float8 all-gather are asked for")
+            raise InvariantError(
+                "recipe",
+                "`recipe` is null, but Float8 linears or a Float8 all-gather are asked for",
+                rule="float8-options",
+            )
         if self.recipe is None and self.emulate:
             raise InvariantError(
-                "emulate", "`emulate` is on, but `recipe` is null, so no Float8 is computed", "turn `emulate` off"
+                "emulate",
+                "`emulate` is on, but `recipe` is null, so no Float8 is computed",
+                "turn `emulate` off",
+                rule="float8-options",
             )
 
 
@@ -123,7 +136,10 @@ class Compile:
     def check(self) -> None:
         if self.enable and not self.components:
             raise InvariantError(
-                "components", "`enable` is on, but `components` is empty, so nothing is compiled", "turn `enable` off"
+                "components",
+                "`enable` is on, but `components` is empty, so nothing is compiled",
+                "turn `enable` off",
+                rule="compile-components",
             )
 
 

@@ -71,6 +71,7 @@ class LrSchedule:
                 "decay_steps",
                 f"warmup {self.warmup_steps} + decay {self.decay_steps} steps exceed the curve's "
                 f"`total_steps` {self.total_steps}",
+                rule="lr-curve",
             )
 
 

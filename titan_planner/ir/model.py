@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
 from titan_planner.ir.errors import InvariantError
+from titan_planner.ir.numbers import divisors, listing
 from titan_planner.ir.record import Field, record
 
 
@@ -52,10 +53,15 @@ class Gqa:
     def check(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise InvariantError(
-                "num_kv_heads", f"`num_kv_heads` {self.num_kv_heads} does not divide `num_heads` {self.num_heads}"
+                "num_kv_heads",
+                f"`num_kv_heads` {self.num_kv_heads} does not divide `num_heads` {self.num_heads}",
+                f"use one of {listing(divisors(self.num_heads))}",
+                rule="model-heads",
             )
         if self.head_dim % 2:
-            raise InvariantError("head_dim", f"`head_dim` {self.head_dim} is odd, but rotary pairs need it even")
+            raise InvariantError(
+                "head_dim", f"`head_dim` {self.head_dim} is odd, but rotary pairs need it even", rule="model-heads"
+            )
 
 
 @record
@@ -123,36 +129,48 @@ class Moe:
 
     def check(self) -> None:
         if self.top_k > self.num_experts:
-            raise InvariantError("top_k", f"`top_k` {self.top_k} is more than the {self.num_experts} experts")
+            raise InvariantError(
+                "top_k", f"`top_k` {self.top_k} is more than the {self.num_experts} experts", rule="model-routing"
+            )
         if self.route_norm and self.top_k == 1:
             raise InvariantError(
-                "route_norm", "`route_norm` with `top_k` 1 makes every score 1, so that the router would never learn"
+                "route_norm",
+                "`route_norm` with `top_k` 1 makes every score 1, so that the router would never learn",
+                rule="model-routing",
             )
         if (self.num_groups is None) != (self.num_limited_groups is None):
             raise InvariantError(
-                "num_limited_groups", "`num_groups` and `num_limited_groups` go together: set both or none"
+                "num_limited_groups",
+                "`num_groups` and `num_limited_groups` go together: set both or none",
+                rule="model-routing",
             )
         if self.num_groups is None or self.num_limited_groups is None:
             return
         if self.num_experts % self.num_groups:
             raise InvariantError(
-                "num_groups", f"`num_groups` {self.num_groups} does not divide the {self.num_experts} experts"
+                "num_groups",
+                f"`num_groups` {self.num_groups} does not divide the {self.num_experts} experts",
+                f"use one of {listing(tuple(d for d in divisors(self.num_experts) if 2 * d <= self.num_experts))}",
+                rule="model-routing",
             )
         each = self.num_experts // self.num_groups
         if each < 2:
             raise InvariantError(
                 "num_groups",
                 f"`num_groups` {self.num_groups} leaves {each} expert a group, but groups are judged by two",
+                rule="model-routing",
             )
         if self.num_limited_groups > self.num_groups:
             raise InvariantError(
                 "num_limited_groups",
                 f"`num_limited_groups` {self.num_limited_groups} is more than the {self.num_groups} groups",
+                rule="model-routing",
             )
         if self.num_limited_groups * each < self.top_k:
             raise InvariantError(
                 "num_limited_groups",
                 f"{self.num_limited_groups} groups of {each} experts are fewer than the `top_k` {self.top_k} to choose",
+                rule="model-routing",
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from titan_planner.ir.errors import InvariantError
@@ -13,9 +15,51 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 Schedule: TypeAlias = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-MULTI_STAGE_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFacts:
+    """What a schedule asks of stages and microbatches, as torch 2.13's `torch.distributed.pipelining` has it.
+
+    `per_rank` are the fewest and the most stages a rank (None: any number). Stages lie in a loop (stage s on rank s modulo
+    pp) or in a V (rank r has r and 2 pp - 1 - r). Microbatches are as many as liked, at least one a stage, or in equal
+    rounds of about one a rank.
+    """
+
+    what: str
+    per_rank: tuple[int, int | None]
+    multi_stage: bool
+    placement: Literal["loop", "V"] = "loop"
+    splits_backward: bool = False
+    microbatches: Literal["any", "at least the stages", "rounds"] = "any"
+
+    def runs(self, microbatches: int, pp: int, stages: int) -> bool:
+        """Whether the schedule can run so many microbatches over `stages` stages on `pp` ranks."""
+        match self.microbatches:
+            case "any":
+                return True
+            case "at least the stages":
+                return microbatches >= stages
+            case "rounds":
+                return microbatches % max(1, microbatches // pp) == 0
+
+
+SCHEDULES: Mapping[Schedule, ScheduleFacts] = {
+    "GPipe": ScheduleFacts("all forwards, then all backwards", (1, 1), False),
+    "1F1B": ScheduleFacts("one forward, one backward", (1, 1), False, microbatches="at least the stages"),
+    "Interleaved1F1B": ScheduleFacts("1F1B over several stages a rank", (2, None), True, microbatches="rounds"),
+    "LoopedBFS": ScheduleFacts("GPipe over several stages a rank", (2, None), True),
+    "InterleavedZeroBubble": ScheduleFacts(
+        "Interleaved1F1B with backward split", (1, None), True, splits_backward=True, microbatches="rounds"
+    ),
+    "ZBVZeroBubble": ScheduleFacts("zero bubble in a V", (2, 2), True, "V", splits_backward=True),
+    "DualPipeV": ScheduleFacts(
+        "DualPipe in a V", (2, 2), True, "V", splits_backward=True, microbatches="at least the stages"
+    ),
+}
+MULTI_STAGE_SCHEDULES = tuple(name for name, facts in SCHEDULES.items() if facts.multi_stage)
+V_SCHEDULES = tuple(name for name, facts in SCHEDULES.items() if facts.placement == "V")
+SPLIT_BACKWARD_SCHEDULES = tuple(name for name, facts in SCHEDULES.items() if facts.splits_backward)
 
 
 @record
@@ -137,6 +181,7 @@ class FsdpUnit:
             raise InvariantError(
                 "reshard_after_forward",
                 f"`reshard_after_forward` is {self.reshard_after_forward}, but a partial reshard needs at least 2 ranks",
+                rule="fsdp-units",
             )
 
 

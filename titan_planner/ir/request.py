@@ -26,6 +26,7 @@ def check_keep_latest_k(keep_latest_k: int) -> None:
             "keep_latest_k",
             "`keep_latest_k` is 1, but a failed save would then leave no complete checkpoint",
             "use 2 or more, or 0 to keep all",
+            rule="checkpoint-keep",
         )
 
 
@@ -36,6 +37,7 @@ def check_profile_freq(freq: int, warmup: int, active: int) -> None:
             "profile_freq",
             f"`profile_freq` {freq} is shorter than warmup {warmup} + active {active}",
             f"use at least {active + warmup}",
+            rule="profiling-period",
         )
 
 
@@ -207,7 +209,12 @@ class TrainingSpec:
 
     def check(self) -> None:
         if self.global_batch_size == 0:
-            raise InvariantError("global_batch_size", "`global_batch_size` is 0", "use `auto` or a number of sequences")
+            raise InvariantError(
+                "global_batch_size",
+                "`global_batch_size` is 0",
+                "use `auto` or a number of sequences",
+                rule="batch-product",
+            )
 
 
 @record
@@ -264,13 +271,17 @@ class DataSpec:
     def check(self) -> None:
         if self.source != "huggingface" and self.path is None:
             raise InvariantError(
-                "path", f"`data.source: {self.source}` needs `path`", "name a file or folder with the text"
+                "path",
+                f"`data.source: {self.source}` needs `path`",
+                "name a file or folder with the text",
+                rule="data-source",
             )
         if self.source != "huggingface" and self.dataset is not None:
             raise InvariantError(
                 "dataset",
                 f"`data.source: {self.source}` reads `path`, not the dataset `{self.dataset}`",
                 "remove `dataset`, or use `source: huggingface`",
+                rule="data-source",
             )
 
 
@@ -344,17 +355,22 @@ class ParallelismSpec:
         rest = [name for name in DEGREE_FIELDS.values() if getattr(self, name) == -1]
         if len(rest) > 1:
             raise InvariantError(
-                rest[1], f"-1 stands for `the rest` and may be used once, but {_list(rest)} all have it"
+                rest[1],
+                f"-1 stands for `the rest` and may be used once, but {_list(rest)} all have it",
+                rule="mesh-degrees",
             )
         for name in DEGREE_FIELDS.values():
             if getattr(self, name) == 0:
-                raise InvariantError(name, f"`{name}` is 0", "use 1 for none, a degree, -1 for the rest, or auto")
+                raise InvariantError(
+                    name, f"`{name}` is 0", "use 1 for none, a degree, -1 for the rest, or auto", rule="mesh-degrees"
+                )
         for name in ("fsdp_prefetch_forward", "fsdp_prefetch_backward"):
             if self.data_parallel_strategy == "ddp" and getattr(self, name) not in ("auto", 0):
                 raise InvariantError(
                     name,
                     f"`{name}` is {getattr(self, name)}, but `data_parallel_strategy: ddp` gathers nothing",
                     f"remove `{name}`, or use `data_parallel_strategy: fsdp`",
+                    rule="fsdp-prefetch",
                 )
 
 
@@ -394,6 +410,7 @@ class ActivationCheckpointSpec:
                 "per_op_sac_force_recompute_mm_shapes_by_fqns",
                 "linears to recompute go with the mode selective and the option `op` only",
                 "remove them, or use `mode: selective` with `selective_ac_option: op`",
+                rule="ac-options",
             )
 
 
@@ -418,7 +435,10 @@ class Float8Spec:
     def check(self) -> None:
         if self.recipe == "none" and self.emulate:
             raise InvariantError(
-                "emulate", "`emulate` is on, but the recipe is none", "remove `emulate`, or name a recipe"
+                "emulate",
+                "`emulate` is on, but the recipe is none",
+                "remove `emulate`, or name a recipe",
+                rule="float8-options",
             )
 
 
@@ -436,6 +456,7 @@ class CompileSpec:
                 "components",
                 "`components` is empty, so nothing would be compiled",
                 "name model or loss, or write `enable: false`",
+                rule="compile-components",
             )
 
 
@@ -538,6 +559,10 @@ class LimitsSpec:
             le=1000,
         ),
     ] = 1.1
+    deadline_days: Annotated[
+        float | None,
+        Field("The training must finish within so many days; needs training.token_budget.", gt=0, le=10**5),
+    ] = None
 
 
 Objective: TypeAlias = Literal["max_throughput", "min_gpus", "min_cost", "min_memory"]

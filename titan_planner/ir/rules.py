@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from titan_planner.ir.actions import parse_actions
+from titan_planner.ir.capabilities import broken_rows, plan_facts
 from titan_planner.ir.errors import InvariantError
+from titan_planner.ir.features import mixtures, splits_backward
 from titan_planner.ir.fqn import select
 from titan_planner.ir.inventory import (
     expert_modules,
@@ -25,7 +27,8 @@ from titan_planner.ir.inventory import (
     top_level_modules,
 )
 from titan_planner.ir.model import Gqa, Mlp, Model, Moe, SwiGlu
-from titan_planner.ir.parallel import MULTI_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, FsdpUnit
+from titan_planner.ir.numbers import divisors, listing
+from titan_planner.ir.parallel import SCHEDULES, FsdpUnit
 from titan_planner.ir.plan import Plan
 
 
@@ -43,45 +46,63 @@ Check = Callable[[Plan], Iterator[Violation]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A statement that every plan keeps. Rules with `structural` are checked first: the others rely on them."""
+    """A statement that every plan keeps, and why it holds, with its source.
+
+    `at` are the plan's addresses that it concerns. Rules with `structural` are checked first: the others rely on them.
+    """
 
     id: str
     statement: str
+    doc: str
+    at: tuple[str, ...]
     check: Check
     structural: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """A statement that values keep as soon as they are built: an `InvariantError` carries its id. `at` as in `Rule`."""
+
+    id: str
+    statement: str
+    doc: str
+    at: tuple[str, ...]
 
 
 RULES: list[Rule] = []
 
 
-def _rule(id: str, statement: str, structural: bool = False) -> Callable[[Check], Check]:
+def _rule(
+    id: str, statement: str, *, doc: str, at: tuple[str, ...], structural: bool = False
+) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
-        RULES.append(Rule(id, statement, check, structural))
+        RULES.append(Rule(id, statement, doc, at, check, structural))
         return check
 
     return register
 
 
-def mixtures(model: Model) -> tuple[Moe, ...]:
-    """The mixtures of experts among the kinds of layers of `model`."""
-    return tuple(run.block.feed_forward for run in model.blocks if isinstance(run.block.feed_forward, Moe))
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a positive `number`, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(small + [number // d for d in reversed(small) if d * d != number])
-
-
-def _legal(values: tuple[int, ...], limit: int = 8) -> str:
-    shown = ", ".join(str(v) for v in values[-limit:])
-    return shown if len(values) <= limit else f"..., {shown}"
+def _by_table(plan: Plan, rule: str) -> Iterator[Violation]:
+    """What the table of capabilities says against `plan` under `rule`."""
+    facts: dict[str, object] | None = None
+    for row in broken_rows(plan, rule):
+        facts = facts or plan_facts(plan)
+        yield Violation(row.address, row.why.format(**facts), row.instead.format(**facts) or None)
 
 
 # ------------------------------------------------------------------ structure
 
 
-@_rule("plan-layers", "`layers` lists every top-level module of the model, in order.", structural=True)
+@_rule(
+    "plan-layers",
+    "`layers` lists every top-level module of the model, in order.",
+    doc=(
+        "Everything else about a layer (stage, checkpointing, placement) is found by its name, so a list that lacks "
+        "or repeats one would leave the runtime to guess."
+    ),
+    at=("layers",),
+    structural=True,
+)
 def _layers(plan: Plan) -> Iterator[Violation]:
     wanted = top_level_modules(plan.model)
     given = tuple(layer.fqn for layer in plan.layers)
@@ -108,6 +129,11 @@ def _layers(plan: Plan) -> Iterator[Violation]:
 @_rule(
     "plan-stages",
     "Stages are numbered from 0 without gaps, and pipeline ranks 0 to pp-1 hold equally many.",
+    doc=(
+        "torch 2.13's pipelining derives the peers of every transfer from the stage numbers, and gives every rank of "
+        "the pp axis equally many stages."
+    ),
+    at=("pipeline.stages",),
     structural=True,
 )
 def _stages(plan: Plan) -> Iterator[Violation]:
@@ -129,7 +155,16 @@ def _stages(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("plan-stage-order", "Stages hold contiguous modules in order, and none is empty.", structural=True)
+@_rule(
+    "plan-stage-order",
+    "Stages hold contiguous modules in order, and none is empty.",
+    doc=(
+        "A stage hands one tensor to the next, so it must be a contiguous part of the model. TorchTitan lets stages "
+        "without layers pass; they would only add transfers."
+    ),
+    at=("layers",),
+    structural=True,
+)
 def _stage_order(plan: Plan) -> Iterator[Violation]:
     count = len(plan.pipeline.stages)
     previous = 0
@@ -156,7 +191,13 @@ def _stage_order(plan: Plan) -> Iterator[Violation]:
 
 
 @_rule(
-    "plan-policies", "Layers refer to activation-checkpointing policies that exist; names are unique.", structural=True
+    "plan-policies",
+    "Layers refer to activation-checkpointing policies that exist; names are unique.",
+    doc=(
+        "A policy is looked up by name. Two of one name, or none, would make what a block recomputes a matter of order."
+    ),
+    at=("activation_checkpoint.policies", "layers.checkpoint"),
+    structural=True,
 )
 def _policies(plan: Plan) -> Iterator[Violation]:
     names = [policy.name for policy in plan.activation_checkpoint.policies]
@@ -168,14 +209,24 @@ def _policies(plan: Plan) -> Iterator[Violation]:
     for layer in plan.layers:
         if layer.checkpoint not in names:
             yield Violation(
-                "layers",
+                "layers.checkpoint",
                 f"`{layer.fqn}` uses the checkpointing policy `{layer.checkpoint}`, which is not defined",
                 "use one of " + ", ".join(f"`{name}`" for name in names),
             )
             return
 
 
-@_rule("mesh-world", "The mesh has exactly as many ranks as the cluster has GPUs.", structural=True)
+@_rule(
+    "mesh-world",
+    "The mesh has exactly as many ranks as the cluster has GPUs.",
+    doc=(
+        "Ranks are numbered by pp, dp_replicate, dp_shard, cp and tp, the last fastest; one rank a GPU, and ep x etp "
+        "is a second view of the same ranks. TorchTitan rounds the degree -1 down first; here the product must be "
+        "exact."
+    ),
+    at=("mesh",),
+    structural=True,
+)
 def _world(plan: Plan) -> Iterator[Violation]:
     mesh, gpus = plan.mesh, plan.cluster.num_gpus
     if mesh.world_size != gpus:
@@ -192,7 +243,15 @@ def _world(plan: Plan) -> Iterator[Violation]:
 # ------------------------------------------------------------------ batch
 
 
-@_rule("batch-product", "global_batch_size = local_batch_size x dp x accumulation_steps.")
+@_rule(
+    "batch-product",
+    "global_batch_size = local_batch_size x dp x accumulation_steps.",
+    doc=(
+        "Every data-parallel rank takes equally many samples in every accumulation step, as in TorchTitan; otherwise "
+        "the loss of a step would not be the mean over the batch that was asked for."
+    ),
+    at=("batch.global_batch_size",),
+)
 def _batch(plan: Plan) -> Iterator[Violation]:
     batch, dp = plan.batch, plan.mesh.dp
     product = batch.local_batch_size * dp * batch.accumulation_steps
@@ -208,11 +267,22 @@ def _batch(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("batch-micro", "Pipeline microbatches x microbatch_size = local_batch_size.")
+@_rule(
+    "batch-micro",
+    "Pipeline microbatches x microbatch_size = local_batch_size.",
+    doc=(
+        "A pipeline cuts the local batch into microbatches of one size, because torch 2.13's stages exchange tensors "
+        "of a shape that is fixed at the first one."
+    ),
+    at=(
+        "batch.microbatch_size",
+        "pipeline.microbatches",
+    ),
+)
 def _microbatch(plan: Plan) -> Iterator[Violation]:
     batch, count = plan.batch, plan.pipeline.microbatches
     if batch.microbatch_size * count != batch.local_batch_size:
-        legal = _legal(divisors(batch.local_batch_size))
+        legal = listing(divisors(batch.local_batch_size))
         yield Violation(
             "batch.microbatch_size",
             f"microbatch size {batch.microbatch_size} x {count} microbatches is not the local "
@@ -227,7 +297,15 @@ def _microbatch(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("seq-max", "Sequences are no longer than the model's position embedding covers.")
+@_rule(
+    "seq-max",
+    "Sequences are no longer than the model's position embedding covers.",
+    doc=(
+        "Rotary angles beyond the trained or stretched length mean positions that the model has never seen. "
+        "TorchTitan only warned until #3395."
+    ),
+    at=("batch.seq_len",),
+)
 def _seq_max(plan: Plan) -> Iterator[Violation]:
     if plan.batch.seq_len > plan.model.max_seq_len:
         yield Violation(
@@ -240,11 +318,27 @@ def _seq_max(plan: Plan) -> Iterator[Violation]:
 # ------------------------------------------------------------------ tensor, context and expert parallelism
 
 
-@_rule("tp-heads", "tp divides the query heads, and tp / kv_replicas divides the KV heads.")
+@_rule(
+    "tp-heads",
+    "tp divides the query heads, and tp / kv_replicas divides the KV heads.",
+    doc=(
+        "Tensor parallelism gives every rank whole heads (Megatron-LM, arXiv 1909.08053). With fewer KV heads than "
+        "ranks, each may be held by several ranks, as Megatron does; TorchTitan refuses it since #2577, after crashes "
+        "in the middle of forward."
+    ),
+    at=(
+        "mesh.tp",
+        "tensor_parallel.kv_replicas",
+    ),
+)
 def _tp_heads(plan: Plan) -> Iterator[Violation]:
-    tp, replicas = plan.mesh.tp, plan.tensor_parallel.kv_replicas
+    yield from tp_head_violations(plan.model, plan.mesh.tp, plan.tensor_parallel.kv_replicas)
+
+
+def tp_head_violations(model: Model, tp: int, replicas: int) -> Iterator[Violation]:
+    """Why tensor parallelism over `tp` ranks, each KV head held `replicas` times, cannot share the heads of `model`."""
     seen: set[tuple[int, int]] = set()
-    for run in plan.model.blocks:
+    for run in model.blocks:
         match run.block.attention:
             case Gqa(num_heads=heads, num_kv_heads=kv_heads):
                 if (heads, kv_heads) in seen:
@@ -254,53 +348,80 @@ def _tp_heads(plan: Plan) -> Iterator[Violation]:
                     yield Violation(
                         "mesh.tp",
                         f"tp = {tp} does not divide the {heads} query heads",
-                        f"use one of {_legal(tuple(d for d in divisors(heads) if d <= tp))}",
+                        f"use one of {listing(tuple(d for d in divisors(heads) if d <= tp))}",
                     )
                 if tp % replicas or kv_heads % (tp // replicas):
                     legal = tuple(d for d in divisors(kv_heads) if heads % d == 0)
+                    # Beyond the KV heads tp must be a multiple of them, and still give every rank whole query heads.
+                    copied = tuple(d for d in divisors(heads) if d > kv_heads and d % kv_heads == 0)
                     yield Violation(
                         "mesh.tp",
                         f"tp = {tp} does not divide the {kv_heads} KV heads"
                         + (f" held {replicas} times each" if replicas > 1 else ""),
-                        f"use one of {_legal(legal)}, or a multiple of {kv_heads} that divides {heads} with KV heads "
-                        "replicated",
+                        f"use one of {listing(legal)}"
+                        + (
+                            f", or one of {listing(copied)} with KV heads replicated (`kv_head_replication: true` in a spec)"
+                            if copied
+                            else ""
+                        ),
                     )
 
 
-@_rule("tp-dims", "tp divides the feed-forward width and the vocabulary, and etp the experts' width.")
+@_rule(
+    "tp-dims",
+    "tp divides the feed-forward width and the vocabulary, and etp the experts' width.",
+    doc=(
+        "Columns of w1 and w3, rows of w2 and the vocabulary are cut evenly, because torch's collectives exchange "
+        "parts of one size. TorchTitan does not check it."
+    ),
+    at=(
+        "mesh.tp",
+        "mesh.etp",
+    ),
+)
 def _tp_dims(plan: Plan) -> Iterator[Violation]:
-    tp = plan.mesh.tp
-    for run in plan.model.blocks:
+    yield from tp_dim_violations(plan.model, plan.mesh.tp, plan.mesh.etp)
+
+
+def tp_dim_violations(model: Model, tp: int, etp: int = 1) -> Iterator[Violation]:
+    """Why `tp` ranks (and `etp` ranks an expert) cannot share the feed-forward layers and the vocabulary of `model`."""
+    for run in model.blocks:
         match run.block.feed_forward:
             case SwiGlu(hidden_dim=hidden) | Mlp(hidden_dim=hidden) if hidden % tp:
                 yield Violation(
                     "mesh.tp",
                     f"tp = {tp} does not divide the feed-forward width {hidden}",
-                    f"use one of {_legal(tuple(d for d in divisors(hidden) if d <= tp))}",
+                    f"use one of {listing(tuple(d for d in divisors(hidden) if d <= tp))}",
                 )
                 break
             case Moe(shared_dim=shared) if shared % tp:
                 yield Violation(
                     "mesh.tp",
                     f"tp = {tp} does not divide the shared experts' width {shared}",
-                    f"use one of {_legal(tuple(d for d in divisors(shared) if d <= tp))}",
+                    f"use one of {listing(tuple(d for d in divisors(shared) if d <= tp))}",
                 )
                 break
-            case Moe(hidden_dim=hidden) if hidden % plan.mesh.etp:
-                yield Violation(
-                    "mesh.etp", f"etp = {plan.mesh.etp} does not divide the experts' width {hidden}", "use etp = 1"
-                )
+            case Moe(hidden_dim=hidden) if hidden % etp:
+                yield Violation("mesh.etp", f"etp = {etp} does not divide the experts' width {hidden}", "use etp = 1")
                 break
-    if plan.model.vocab_size % tp:
+    if model.vocab_size % tp:
         yield Violation(
             "mesh.tp",
-            f"tp = {tp} does not divide the vocabulary of {plan.model.vocab_size}",
-            f"use one of {_legal(tuple(d for d in divisors(plan.model.vocab_size) if d <= tp))}, or pad the vocabulary to "
-            f"{-(-plan.model.vocab_size // tp) * tp}",
+            f"tp = {tp} does not divide the vocabulary of {model.vocab_size}",
+            f"use one of {listing(tuple(d for d in divisors(model.vocab_size) if d <= tp))}, or pad the vocabulary to "
+            f"{-(-model.vocab_size // tp) * tp}",
         )
 
 
-@_rule("seq-split", "seq_len divides evenly over cp (twice, when head-tail balanced) and tp (with sequence parallel).")
+@_rule(
+    "seq-split",
+    "seq_len divides evenly over cp (twice, when head-tail balanced) and tp (with sequence parallel).",
+    doc=(
+        "Head-tail balance gives rank r the chunks r and 2 cp - 1 - r of 2 cp, and sequence parallelism cuts what is "
+        "left over tp; parts of unequal length gave wrong shapes or hangs in TorchTitan (#1306, #1312, #686)."
+    ),
+    at=("batch.seq_len",),
+)
 def _seq_split(plan: Plan) -> Iterator[Violation]:
     mesh, seq_len = plan.mesh, plan.batch.seq_len
     over_cp = mesh.cp * (2 if mesh.cp > 1 and plan.context_parallel.load_balance == "headtail" else 1)
@@ -323,29 +444,32 @@ def _seq_split(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("tp-options", "Sequence parallel, loss parallel, async TP and KV replication go with tp > 1.")
+@_rule(
+    "tp-options",
+    "Sequence parallel, loss parallel, async TP and KV replication go with tp > 1.",
+    doc=(
+        "They describe how tensor ranks share work. Async TP is torch 2.13's micro-pipelining in the Inductor "
+        "compiler over symmetric memory: without compilation, outside a node, or without the collectives of sequence "
+        "parallelism it silently does nothing (torchtitan #3869)."
+    ),
+    at=(
+        "tensor_parallel.sequence_parallel",
+        "tensor_parallel.loss_parallel",
+        "tensor_parallel.async_tp",
+    ),
+)
 def _tp_options(plan: Plan) -> Iterator[Violation]:
-    tensor = plan.tensor_parallel
-    if plan.mesh.tp == 1:
-        for name in ("sequence_parallel", "loss_parallel", "async_tp"):
-            if getattr(tensor, name):
-                yield Violation(f"tensor_parallel.{name}", f"`{name}` is on, but tp is 1", "turn it off, or use tp > 1")
-    if tensor.async_tp and not (plan.compile.enable and "model" in plan.compile.components):
-        yield Violation(
-            "tensor_parallel.async_tp",
-            "async tensor parallelism needs the model compiled",
-            "turn compile on with the component `model`, or turn async tensor parallelism off",
-        )
-    if tensor.async_tp and plan.cluster.gpu.device != "cuda":
-        yield Violation(
-            "tensor_parallel.async_tp",
-            f"async tensor parallelism needs CUDA, but the cluster's device is {plan.cluster.gpu.device}",
-            "turn it off",
-        )
+    yield from _by_table(plan, "tp-options")
 
 
 @_rule(
-    "sharding-rows", "Sharding rows name existing modules, once per axis, on axes larger than 1, and dims that exist."
+    "sharding-rows",
+    "Sharding rows name existing modules, once per axis, on axes larger than 1, and dims that exist.",
+    doc=(
+        "The runtime places exactly what rows name. A row that names nothing is a misspelling, and two rows for one "
+        "weight contradict each other."
+    ),
+    at=("sharding",),
 )
 def _sharding(plan: Plan) -> Iterator[Violation]:
     names = sharding_targets(plan.model)
@@ -380,7 +504,15 @@ def _sharding(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("cp-heads", "The all-to-all method needs cp x tp to divide the (replicated) KV heads.")
+@_rule(
+    "cp-heads",
+    "The all-to-all method needs cp x tp to divide the (replicated) KV heads.",
+    doc=(
+        "DeepSpeed-Ulysses (arXiv 2309.14509) exchanges tokens for heads, so that every context rank needs whole KV "
+        "heads of its own."
+    ),
+    at=("context_parallel.method",),
+)
 def _cp_heads(plan: Plan) -> Iterator[Violation]:
     mesh = plan.mesh
     if mesh.cp == 1 or plan.context_parallel.method != "alltoall":
@@ -399,70 +531,89 @@ def _cp_heads(plan: Plan) -> Iterator[Violation]:
                     return
 
 
-@_rule("cp-balance", "Context parallelism is balanced head-tail or not at all.")
+@_rule(
+    "cp-balance",
+    "Context parallelism is balanced head-tail or not at all.",
+    doc=(
+        "ptrr is TorchTitan's way to sort FlexAttention's block masks over ranks; causal attention without such masks "
+        "is balanced head-tail (Llama 3, arXiv 2407.21783, section 3.3.2)."
+    ),
+    at=("context_parallel.load_balance",),
+)
 def _cp_balance(plan: Plan) -> Iterator[Violation]:
-    if plan.mesh.cp > 1 and plan.context_parallel.load_balance == "ptrr":
-        yield Violation(
-            "context_parallel.load_balance",
-            "the balance ptrr sorts the block masks of FlexAttention, and no layer kind of this version has any",
-            "use headtail",
-        )
+    yield from _by_table(plan, "cp-balance")
 
 
-@_rule("ep-region", "ep divides dp_shard x cp x tp, etp is 1 or tp, and experts exist.")
+@_rule(
+    "ep-region",
+    "ep divides dp_shard x cp x tp, etp is 1 or tp, and experts exist.",
+    doc=(
+        "Experts are shared among ranks taken from dp_shard, cp and tp, as in TorchTitan: ep x etp x efsdp = dp_shard "
+        "x cp x tp. TorchTitan before #4258 rounded down and failed late, while building the mesh."
+    ),
+    at=(
+        "mesh.ep",
+        "mesh.etp",
+    ),
+)
 def _experts(plan: Plan) -> Iterator[Violation]:
     mesh = plan.mesh
     region = mesh.dp_shard * mesh.cp * mesh.tp
     if mesh.etp not in (1, mesh.tp):
         yield Violation("mesh.etp", f"etp = {mesh.etp} is neither 1 nor tp = {mesh.tp}", f"use 1 or {mesh.tp}")
     if region % (mesh.ep * mesh.etp):
+        legal = tuple(d // mesh.etp for d in divisors(region) if d % mesh.etp == 0)
         yield Violation(
             "mesh.ep",
             f"ep {mesh.ep} x etp {mesh.etp} does not divide dp_shard x cp x tp = {region}",
-            f"use an ep of {_legal(divisors(region))}",
+            f"use an ep of {listing(legal)}" if legal else "use etp = 1",
         )
-    if mesh.ep == 1:
-        return
+    yield from _by_table(plan, "ep-region")
     counts = sorted({moe.num_experts for moe in mixtures(plan.model)})
-    if not counts:
-        yield Violation("mesh.ep", f"ep = {mesh.ep}, but the model has no experts", "use ep = 1")
     for count in counts:
         if count % mesh.ep:
             yield Violation(
                 "mesh.ep",
                 f"ep = {mesh.ep} does not divide the {count} experts",
-                f"use one of {_legal(tuple(d for d in divisors(math.gcd(*counts)) if region % d == 0))}",
+                f"use one of {listing(tuple(d for d in ep_degrees(plan.model) if region % d == 0))}",
             )
 
 
-@_rule("ep-options", "Options of token dispatch go with a model that has experts.")
+def ep_degrees(model: Model) -> tuple[int, ...]:
+    """The degrees of expert parallelism that give every rank equally many whole experts of `model`."""
+    counts = [moe.num_experts for moe in mixtures(model)]
+    return divisors(math.gcd(*counts)) if counts else (1,)
+
+
+@_rule(
+    "ep-options",
+    "Options of token dispatch go with a model that has experts.",
+    doc=(
+        "Without experts there is nothing to dispatch. DeepEP and HybridEP are NVIDIA kernels that send tokens to "
+        "whole experts; TorchTitan asks for ep > 1 and etp = 1 with them."
+    ),
+    at=(
+        "expert_parallel.comm_backend",
+        "expert_parallel.capacity_factor",
+        "expert_parallel.force_load_balance",
+    ),
+)
 def _expert_options(plan: Plan) -> Iterator[Violation]:
-    if mixtures(plan.model):
-        return
-    if plan.expert_parallel.comm_backend != "standard":
-        yield Violation(
-            "expert_parallel.comm_backend",
-            f"`comm_backend` is {plan.expert_parallel.comm_backend}, but the model has no experts",
-            "use standard",
-        )
-    if plan.expert_parallel.capacity_factor is not None:
-        yield Violation(
-            "expert_parallel.capacity_factor",
-            "`capacity_factor` is set, but the model has no experts",
-            "set it to null",
-        )
-    if plan.expert_parallel.force_load_balance:
-        yield Violation(
-            "expert_parallel.force_load_balance",
-            "`force_load_balance` is on, but the model has no experts",
-            "turn it off",
-        )
+    yield from _by_table(plan, "ep-options")
 
 
 _EXPERT_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "etp": {"w1": 1, "w2": 2, "w3": 1}}
 
 
-@_rule("ep-experts", "Sharding rows place all experts' weights: on `ep` by whole experts, on `etp` inside, as on tp.")
+@_rule(
+    "ep-experts",
+    "Sharding rows place all experts' weights: on `ep` by whole experts, on `etp` inside, as on tp.",
+    doc=(
+        "The runtime spreads experts as the mesh says, and rows must agree with it: TorchTitan cuts w1, w2 and w3 of "
+        "stacked experts by dim 0 over ep and inside over etp."
+    ),
+    at=("sharding",),
+)
 def _expert_rows(plan: Plan) -> Iterator[Violation]:
     targets = sharding_targets(plan.model)
     for axis, dims in _EXPERT_DIMS.items():
@@ -480,11 +631,55 @@ def _expert_rows(plan: Plan) -> Iterator[Violation]:
                 break
 
 
+_INT32 = 2**31
+
+
+@_rule(
+    "ep-rows",
+    "On GPUs, a grouped product of experts has operands of fewer than 2^31 elements.",
+    doc=(
+        "torch's grouped matmul counts elements in 32 bits: 525,312 rows of 4,096 end in an illegal memory access, and any "
+        "fewer work (torchtitan #1932, open). Judged by the mean load, which the busiest rank exceeds."
+    ),
+    at=("batch.microbatch_size",),
+)
+def _expert_operands(plan: Plan) -> Iterator[Violation]:
+    mesh, batch = plan.mesh, plan.batch
+    if plan.cluster.gpu.device != "cuda":
+        return
+    # Each rank sends as many rows as it gets on average; with whole experts, tensor ranks route a part of the tokens each.
+    shared = mesh.cp * (mesh.tp if mesh.etp == 1 else 1)
+    for moe in dict.fromkeys(mixtures(plan.model)):
+        row = max(plan.model.dim, moe.hidden_dim // mesh.etp)
+        kept = moe.top_k * min(1.0, plan.expert_parallel.capacity_factor or 1.0)
+        rows = batch.microbatch_size * batch.seq_len * kept / shared
+        if rows * row >= _INT32:
+            most = int((_INT32 - 1) * shared / (row * batch.seq_len * kept))
+            yield Violation(
+                "batch.microbatch_size",
+                f"a rank's experts multiply about {rows:,.0f} rows of {row:,} elements, {rows * row:,.0f} in all, but torch "
+                f"counts fewer than {_INT32:,}",
+                f"use at most {most} sequences a microbatch" if most else "use a larger cp or tp",
+            )
+            return
+
+
 # ------------------------------------------------------------------ pipeline
 
 
 @_rule(
-    "pp-schedule", "The schedule suits the number of stages: one a rank for GPipe and 1F1B, two for ZBV and DualPipeV."
+    "pp-schedule",
+    "The schedule suits the number of stages: one a rank for GPipe and 1F1B, two for ZBV and DualPipeV.",
+    doc=(
+        "Every schedule of torch 2.13 fixes how many stages a rank holds and where they lie: loops put stage s on "
+        "rank s modulo pp, V schedules on rank min(s, 2 pp - 1 - s). With other numbers torch raises late, or "
+        "TorchTitan ended in a KeyError (#774)."
+    ),
+    at=(
+        "pipeline.schedule",
+        "pipeline.stages",
+        "pipeline.actions",
+    ),
 )
 def _schedule(plan: Plan) -> Iterator[Violation]:
     pipe, pp = plan.pipeline, plan.mesh.pp
@@ -506,47 +701,51 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
                 "pipeline.schedule", f"pp = {pp}, but there is neither a schedule nor a table of actions", "use 1F1B"
             )
         return
-    each = len(pipe.stages) // pp
-    if pipe.schedule in V_SCHEDULES:
-        if each != 2:
-            yield Violation(
-                "pipeline.stages",
-                f"{pipe.schedule} needs exactly 2 stages a rank, but there are {each}",
-                f"use {2 * pp} stages",
-            )
-        elif any(stage.pp_rank != min(stage.index, 2 * pp - 1 - stage.index) for stage in pipe.stages):
+    each, facts = len(pipe.stages) // pp, SCHEDULES[pipe.schedule]
+    fewest, most = facts.per_rank
+    if each < fewest or (most is not None and each > most):
+        wanted = f"exactly {fewest}" if fewest == most else f"at least {fewest}"
+        verb = "is" if each == 1 else "are"
+        yield Violation(
+            "pipeline.stages",
+            f"{pipe.schedule} needs {wanted} {'stage' if fewest == 1 else 'stages'} a rank, but there {verb} {each}",
+            f"use {fewest * pp} stages" + (", or 1F1B" if each == 1 else ""),
+        )
+    if facts.placement == "V":
+        if each == 2 and any(stage.pp_rank != min(stage.index, 2 * pp - 1 - stage.index) for stage in pipe.stages):
             yield Violation(
                 "pipeline.stages", f"{pipe.schedule} places stage s on rank min(s, {2 * pp - 1} - s)", "place them so"
             )
-        return
-    if any(stage.pp_rank != stage.index % pp for stage in pipe.stages):
+    elif any(stage.pp_rank != stage.index % pp for stage in pipe.stages):
         yield Violation("pipeline.stages", f"{pipe.schedule} places stage s on rank s modulo {pp}", "place them so")
-    if pipe.schedule not in MULTI_STAGE_SCHEDULES and each != 1:
-        yield Violation(
-            "pipeline.stages", f"{pipe.schedule} needs exactly 1 stage a rank, but there are {each}", f"use {pp} stages"
-        )
-    if pipe.schedule in ("Interleaved1F1B", "LoopedBFS") and each < 2:
-        yield Violation(
-            "pipeline.stages",
-            f"{pipe.schedule} needs at least 2 stages a rank, but there is {each}",
-            f"use {2 * pp} stages, or 1F1B",
-        )
 
 
-@_rule("pp-microbatches", "There are enough microbatches for the schedule, in rounds it can run.")
+@_rule(
+    "pp-microbatches",
+    "There are enough microbatches for the schedule, in rounds it can run.",
+    doc=(
+        "1F1B and DualPipeV fill the pipeline once before they alternate; torch 2.13 raises when there are fewer "
+        "microbatches than stages, where TorchTitan once hung (#775). Interleaved schedules run in equal rounds of "
+        "microbatches."
+    ),
+    at=("pipeline.microbatches",),
+)
 def _microbatches(plan: Plan) -> Iterator[Violation]:
     pipe, pp = plan.pipeline, plan.mesh.pp
     count, stages = pipe.microbatches, len(pipe.stages)
     if pp == 1 or pipe.schedule is None or pipe.actions is not None:  # a table of actions replaces the schedule
         return
-    if pipe.schedule in ("1F1B", "DualPipeV") and count < stages:
+    facts = SCHEDULES[pipe.schedule]
+    if facts.runs(count, pp, stages):
+        return
+    if facts.microbatches == "at least the stages":
         yield Violation(
             "pipeline.microbatches",
             f"{pipe.schedule} needs at least as many microbatches as the {stages} stages, but has {count}",
             f"use a local batch of at least {stages * plan.batch.microbatch_size}, or GPipe",
         )
-    if pipe.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % max(1, count // pp):
-        legal = [m for m in range(max(1, count - 2 * pp), count + 2 * pp) if m % max(1, m // pp) == 0]
+    else:
+        legal = [m for m in range(max(1, count - 2 * pp), count + 2 * pp) if facts.runs(m, pp, stages)]
         near = sorted(legal, key=lambda m: (abs(m - count), m))[:2]
         yield Violation(
             "pipeline.microbatches",
@@ -555,7 +754,15 @@ def _microbatches(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("pp-actions", "A table of actions computes everything once, where its stage lies, in an order that can run.")
+@_rule(
+    "pp-actions",
+    "A table of actions computes everything once, where its stage lies, in an order that can run.",
+    doc=(
+        "Ranks wait for each other's tensors, so an action that is missing, doubled or out of order makes all of them "
+        "wait for ever."
+    ),
+    at=("pipeline.actions",),
+)
 def _actions(plan: Plan) -> Iterator[Violation]:
     pipe = plan.pipeline
     if plan.mesh.pp == 1 or pipe.actions is None:
@@ -566,63 +773,56 @@ def _actions(plan: Plan) -> Iterator[Violation]:
         yield Violation("pipeline.actions", error.message, error.hint)
 
 
-def splits_backward(plan: Plan) -> str | None:
-    """Name of what makes the pipeline split backwards into gradients of inputs and of weights; None if it does not."""
-    pipe = plan.pipeline
-    if pipe.actions is None or plan.mesh.pp == 1:
-        return pipe.schedule if pipe.schedule in SPLIT_BACKWARD_SCHEDULES else None
-    try:
-        order = parse_actions(pipe.actions, tuple(stage.pp_rank for stage in pipe.stages), pipe.microbatches)
-    except InvariantError:
-        return None  # `pp-actions` says what is wrong with it
-    return "a table of actions with I and W" if order.splits_backward else None
-
-
-@_rule("pp-split-backward-reshard", "Zero-bubble and V schedules keep FSDP parameters gathered until backward.")
+@_rule(
+    "pp-split-backward-reshard",
+    "Zero-bubble and V schedules keep FSDP parameters gathered until backward.",
+    doc=(
+        "torch 2.13 looks for a stage's weights after the gradients of its inputs. FSDP has put the shards back by "
+        "then, which are not in the graph, so no weight gradient is computed, without an error."
+    ),
+    at=("fsdp.units",),
+)
 def _split_backward(plan: Plan) -> Iterator[Violation]:
-    # torch 2.13 looks for the weights of a stage when it has computed the gradients of its inputs. By then FSDP has put the
-    # shards back, which are not in the graph, so no weight is found and no weight gradient is computed, without an error.
-    name = splits_backward(plan)
-    if name is None or plan.fsdp.strategy != "fsdp":
-        return
     for index, unit in enumerate(plan.fsdp.units):
         if unit.reshard_after_forward is not False:
-            yield Violation(
-                f"fsdp.units[{index}].reshard_after_forward",
-                f"{name} with FSDP units that reshard after forward trains wrong without an error",
-                "set reshard_after_forward to false (never)",
-            )
+            # All units are one violation, at the first of them.
+            for found in _by_table(plan, "pp-split-backward-reshard"):
+                yield Violation(f"fsdp.units[{index}].reshard_after_forward", found.message, found.hint)
             return
 
 
-@_rule("pp-split-backward-selective", "Zero-bubble and V schedules do not checkpoint selectively.")
+@_rule(
+    "pp-split-backward-selective",
+    "Zero-bubble and V schedules do not checkpoint selectively.",
+    doc=(
+        "Gradients of inputs and of weights are two passes over the same graph, and torch 2.13's selective "
+        "checkpointing allows one."
+    ),
+    at=("activation_checkpoint.policies",),
+)
 def _split_backward_selective(plan: Plan) -> Iterator[Violation]:
-    # They run backward twice over a stage, for inputs and for weights, and torch's selective checkpointing allows one.
-    name = splits_backward(plan)
-    if name is None:
-        return
-    used = {layer.checkpoint for layer in plan.layers}
-    if any(policy.mode == "selective" and policy.name in used for policy in plan.activation_checkpoint.policies):
-        yield Violation(
-            "activation_checkpoint.policies",
-            f"{name} runs backward twice over a stage, which selective checkpointing does not allow",
-            "use the checkpointing mode full or none, or the schedule Interleaved1F1B",
-        )
+    yield from _by_table(plan, "pp-split-backward-selective")
 
 
 # ------------------------------------------------------------------ data parallelism
 
 
-@_rule("fsdp-units", "FSDP units name existing modules, each in one unit; a partial reshard divides the shard degree.")
+@_rule(
+    "fsdp-units",
+    "FSDP units name existing modules, each in one unit; a partial reshard divides the shard degree.",
+    doc=(
+        "A parameter is gathered by one unit. DDP keeps all of them whole, so no rank is left to shard over. A "
+        "partial reshard splits the ranks into groups of one size."
+    ),
+    at=(
+        "fsdp.strategy",
+        "fsdp.units",
+    ),
+)
 def _units(plan: Plan) -> Iterator[Violation]:
     names = module_names(plan.model)
+    yield from _by_table(plan, "fsdp-units")
     if plan.fsdp.strategy == "ddp":
-        if plan.mesh.dp_shard * plan.mesh.cp != 1:
-            yield Violation(
-                "fsdp.strategy",
-                f"DDP replicates parameters, but dp_shard x cp is {plan.mesh.fsdp}",
-                "use the strategy fsdp, or move the ranks to dp_replicate",
-            )
         if plan.fsdp.units:
             yield Violation("fsdp.units", "DDP has no units", "empty the list, or use the strategy fsdp")
         return
@@ -654,27 +854,29 @@ def _units(plan: Plan) -> Iterator[Violation]:
             yield Violation(
                 f"fsdp.units[{index}].reshard_after_forward",
                 f"resharding to {reshard} ranks does not divide the {ranks} ranks that shard",
-                f"use always, never or one of {_legal(divisors(ranks)[1:])}" if ranks > 1 else "use always or never",
+                f"use always, never or one of {listing(divisors(ranks)[1:])}" if ranks > 1 else "use always or never",
             )
 
 
-@_rule("fsdp-offload", "Only FSDP on GPUs keeps parameters in host memory.")
+@_rule(
+    "fsdp-offload",
+    "Only FSDP on GPUs keeps parameters in host memory.",
+    doc="Host memory is FSDP2's CPUOffloadPolicy: shards are copied to the GPU when they are gathered.",
+    at=("fsdp.cpu_offload",),
+)
 def _offload(plan: Plan) -> Iterator[Violation]:
-    if not plan.fsdp.cpu_offload:
-        return
-    if plan.cluster.gpu.device == "cpu":
-        yield Violation(
-            "fsdp.cpu_offload", "parameters of a CPU cluster are in host memory already", "turn the CPU offload off"
-        )
-    elif plan.fsdp.strategy != "fsdp":
-        yield Violation(
-            "fsdp.cpu_offload",
-            f"the strategy {plan.fsdp.strategy} keeps every parameter on the GPU",
-            "turn the CPU offload off, or use the strategy fsdp",
-        )
+    yield from _by_table(plan, "fsdp-offload")
 
 
-@_rule("fsdp-tied", "A tied embedding and output share one FSDP unit, or both belong to the root.")
+@_rule(
+    "fsdp-tied",
+    "A tied embedding and output share one FSDP unit, or both belong to the root.",
+    doc=(
+        "FSDP shards a parameter once. With the shared weight in two units, the second would gather what the first "
+        "already freed."
+    ),
+    at=("fsdp.units",),
+)
 def _tied_units(plan: Plan) -> Iterator[Violation]:
     if not plan.model.tied or plan.layers[0].stage != plan.layers[-1].stage:
         return
@@ -689,23 +891,32 @@ def _tied_units(plan: Plan) -> Iterator[Violation]:
             return
 
 
-@_rule("tp-partial-reshard", "With tp > 1, FSDP units reshard to all ranks that shard them, or not at all.")
+@_rule(
+    "tp-partial-reshard",
+    "With tp > 1, FSDP units reshard to all ranks that shard them, or not at all.",
+    doc=(
+        "torch 2.13 does not reshard DTensor parameters to a smaller mesh, and tensor parallelism makes DTensors of "
+        "all of them."
+    ),
+    at=("fsdp.units",),
+)
 def _partial_reshard(plan: Plan) -> Iterator[Violation]:
-    # torch 2.13: "Resharding to smaller mesh is not supported for DTensor parameters yet", which tp makes of all.
     for index, unit in enumerate(plan.fsdp.units):
         reshard = unit.reshard_after_forward
-        if plan.mesh.tp > 1 and not isinstance(reshard, bool) and reshard != plan.mesh.fsdp:
-            yield Violation(
-                f"fsdp.units[{index}].reshard_after_forward",
-                f"torch cannot reshard to {reshard} of {plan.mesh.fsdp} ranks together with tp = {plan.mesh.tp}",
-                "set reshard_after_forward to always or never, or tp to 1",
-            )
+        if not isinstance(reshard, bool) and reshard != plan.mesh.fsdp:
+            for found in _by_table(plan, "tp-partial-reshard"):
+                yield Violation(f"fsdp.units[{index}].reshard_after_forward", found.message, found.hint)
             return
 
 
 @_rule(
     "experts-partial-reshard",
     "FSDP units of experts reshard to all ranks with the same experts, or not at all, unless whole experts are shared out.",
+    doc=(
+        "With ep or tp, experts are DTensors over ranks of their own, which torch 2.13 reshards to all of them only; "
+        "of weights that are cut inside experts it cannot gather what a partial reshard leaves."
+    ),
+    at=("fsdp.units",),
 )
 def _partial_expert_reshard(plan: Plan) -> Iterator[Violation]:
     # With ep or tp they are sharded over ranks of their own, as DTensors, which torch 2.13 reshards to all of them only; and
@@ -745,29 +956,37 @@ def _below(plan: Plan, unit: FsdpUnit) -> frozenset[str]:
 # ------------------------------------------------------------------ execution
 
 
-@_rule("ac-layers", "Only transformer blocks are checkpointed, and memory_budget needs the model compiled.")
+@_rule(
+    "ac-layers",
+    "Only transformer blocks are checkpointed, and memory_budget needs the model compiled.",
+    doc=(
+        "Checkpointing wraps a block's forward, as TorchTitan's does; a memory budget is kept by the partitioner of "
+        "torch.compile, so without compilation nobody keeps it."
+    ),
+    at=("activation_checkpoint.policies", "layers.checkpoint"),
+)
 def _checkpointing(plan: Plan) -> Iterator[Violation]:
     for layer in plan.layers:
         policy = plan.activation_checkpoint.policy(layer.checkpoint)
-        if policy is None or policy.mode == "none":
-            continue
-        if not layer.fqn.startswith("layers."):
+        if policy is not None and policy.mode != "none" and not layer.fqn.startswith("layers."):
             yield Violation(
-                "layers",
+                "layers.checkpoint",
                 f"`{layer.fqn}` has the checkpointing policy `{policy.name}`, but only blocks can be checkpointed",
                 "use `none`",
             )
-            return
-        if policy.mode == "memory_budget" and not (plan.compile.enable and "model" in plan.compile.components):
-            yield Violation(
-                "activation_checkpoint.policies",
-                "the checkpointing mode memory_budget needs the model compiled",
-                "turn compile on with the component `model`, or use the mode selective",
-            )
-            return
+            break
+    yield from _by_table(plan, "ac-layers")
 
 
-@_rule("ac-recompute", "Linears whose matmuls are always recomputed exist.")
+@_rule(
+    "ac-recompute",
+    "Linears whose matmuls are always recomputed exist.",
+    doc=(
+        "The policy compares shapes of matmuls, which it takes from the linears that are named; a name that matches "
+        "none would do nothing."
+    ),
+    at=("activation_checkpoint.policies",),
+)
 def _recomputed_linears(plan: Plan) -> Iterator[Violation]:
     linears = linear_modules(plan.model)
     for index, policy in enumerate(plan.activation_checkpoint.policies):
@@ -780,7 +999,15 @@ def _recomputed_linears(plan: Plan) -> Iterator[Violation]:
                 )
 
 
-@_rule("ac-nested-units", "No FSDP unit lies inside a selectively checkpointed block.")
+@_rule(
+    "ac-nested-units",
+    "No FSDP unit lies inside a selectively checkpointed block.",
+    doc=(
+        "Hooks of an inner FSDP unit run other operators when a block is recomputed than in forward, and torch 2.13's "
+        "selective checkpointing fails on the difference."
+    ),
+    at=("fsdp.units",),
+)
 def _nested_units(plan: Plan) -> Iterator[Violation]:
     # Its hooks run operators inside of the checkpointed region, others in forward than in recomputation: torch 2.13 fails.
     modes = {policy.name: policy.mode for policy in plan.activation_checkpoint.policies}
@@ -799,36 +1026,35 @@ def _nested_units(plan: Plan) -> Iterator[Violation]:
                 return
 
 
-@_rule("float8-hardware", "Float8 and MXFP8 run on GPUs that have them, or are emulated.")
+@_rule(
+    "float8-hardware",
+    "Float8 and MXFP8 run on GPUs that have them, or are emulated.",
+    doc=(
+        "Scaled 8-bit matmuls need compute capability 8.9 or MI300, MXFP8 needs 10.0; torchao 0.18 gathers weights in "
+        "Float8 with one scale a tensor only, and computes scales ahead only for those."
+    ),
+    at=(
+        "float8.recipe",
+        "float8.enable_fsdp_float8_all_gather",
+        "float8.precompute_float8_dynamic_scale_for_fsdp",
+    ),
+)
 def _float8_hardware(plan: Plan) -> Iterator[Violation]:
-    gpu, float8 = plan.cluster.gpu, plan.float8
-    if float8.recipe == "mxfp8":
-        if not (gpu.mxfp8 or float8.emulate):
-            instead = "tensorwise" if gpu.float8 else "no Float8"
-            yield Violation(
-                "float8.recipe", f"{gpu.name} has no MXFP8", f"use {instead}, or `emulate: true` to try the numerics"
-            )
-    elif float8.recipe is not None and not (gpu.float8 or float8.emulate):
-        yield Violation(
-            "float8.recipe", f"{gpu.name} has no Float8", "use no Float8, or `emulate: true` to try the numerics"
-        )
-    if float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
-        yield Violation(
-            "float8.enable_fsdp_float8_all_gather",
-            f"the Float8 all-gather works with the recipe tensorwise only, not {float8.recipe}",
-            "use tensorwise, or turn the all-gather off",
-        )
-    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        yield Violation(
-            "float8.precompute_float8_dynamic_scale_for_fsdp",
-            "precomputed scales go with the Float8 all-gather only",
-            "turn the all-gather on, or the precomputation off",
-        )
+    yield from _by_table(plan, "float8-hardware")
 
 
 @_rule(
     "float8-linears",
     "Float8 lists name existing linears, each either converted or skipped, with dims that are multiples of 16 (MXFP8: 32).",
+    doc=(
+        "torch's scaled matmul takes dims that are multiples of 16, MXFP8 blocks of 32 elements; routers compute in "
+        "float32. A name that matches nothing was ignored in TorchTitan (#4008, #3199), which then trained without "
+        "Float8."
+    ),
+    at=(
+        "float8.converted",
+        "float8.skipped",
+    ),
 )
 def _float8_linears(plan: Plan) -> Iterator[Violation]:
     if plan.float8.recipe is None:
@@ -877,6 +1103,14 @@ def _float8_linears(plan: Plan) -> Iterator[Violation]:
 @_rule(
     "float8-tokens",
     "Float8 matmuls run over tokens in multiples of 16, as their kernels do, not if emulated; MXFP8 over blocks of 32.",
+    doc=(
+        "Tokens are one dim of the matmul for the gradient of a weight, so they must be multiples of 16 too; MXFP8 "
+        "shares a scale over 32 of them even when emulated."
+    ),
+    at=(
+        "batch.microbatch_size",
+        "float8.converted",
+    ),
 )
 def _float8_tokens(plan: Plan) -> Iterator[Violation]:
     float8 = plan.float8
@@ -902,17 +1136,22 @@ def _float8_tokens(plan: Plan) -> Iterator[Violation]:
 @_rule(
     "float8-experts",
     "Grouped products of experts run in MXFP8 only, in bfloat16 besides, with local dims that are multiples of 32.",
+    doc=(
+        "torchao 0.18 has grouped products of experts in MXFP8; blocks of 32 elements share a scale, and its kernels "
+        "take bfloat16 operands."
+    ),
+    at=(
+        "float8.recipe",
+        "float8.experts",
+    ),
 )
 def _float8_experts(plan: Plan) -> Iterator[Violation]:
     float8 = plan.float8
     if not float8.experts:
         return
-    if float8.recipe != "mxfp8":
-        yield Violation(
-            "float8.recipe",
-            f"experts' grouped products run in the recipe mxfp8 only, not {float8.recipe}",
-            "use mxfp8, or leave `experts` empty",
-        )
+    table = tuple(_by_table(plan, "float8-experts"))
+    yield from table
+    if table:
         return
     modules = expert_modules(plan.model)
     for index, selector in enumerate(float8.experts):
@@ -962,17 +1201,24 @@ def float8_all_gather_obstacle(plan: Plan, fqn: str, out_features: int) -> str |
 
 
 @_rule(
-    "float8-all-gather", "The Float8 all-gather is FSDP's, of weights that it cuts evenly and that nothing else reads."
+    "float8-all-gather",
+    "The Float8 all-gather is FSDP's, of weights that it cuts evenly and that nothing else reads.",
+    doc=(
+        "torchao 0.18's weights send themselves in Float8 when FSDP asks: the same shard on every rank, one scale a "
+        "tensor, all ranks at once. An embedding that shares the weight would be rounded as well."
+    ),
+    at=(
+        "float8.enable_fsdp_float8_all_gather",
+        "fsdp.units",
+        "float8.converted",
+    ),
 )
 def _float8_all_gather(plan: Plan) -> Iterator[Violation]:
     if not plan.float8.enable_fsdp_float8_all_gather:
         return
-    if plan.fsdp.strategy != "fsdp":
-        yield Violation(
-            "float8.enable_fsdp_float8_all_gather",
-            f"the strategy {plan.fsdp.strategy} gathers no weights, so none can be gathered in Float8",
-            "turn the all-gather off, or use the strategy fsdp",
-        )
+    table = tuple(_by_table(plan, "float8-all-gather"))
+    yield from table
+    if table:
         return
     linears = linear_modules(plan.model)
     converted = {fqn for selector in plan.float8.converted for fqn in select(selector, linears)}
@@ -1001,19 +1247,33 @@ def _float8_all_gather(plan: Plan) -> Iterator[Violation]:
                 break
 
 
-@_rule("loss-chunks", "The loss's chunks divide the local sequence.")
+@_rule(
+    "loss-chunks",
+    "The loss's chunks divide the local sequence.",
+    doc=(
+        "Head and loss take one chunk of the local sequence after the other; chunks of one size keep the compiled "
+        "loss to one shape."
+    ),
+    at=("loss.chunks",),
+)
 def _chunks(plan: Plan) -> Iterator[Violation]:
     local = plan.batch.seq_len // plan.mesh.cp
     if local % plan.loss.chunks:
         yield Violation(
             "loss.chunks",
             f"{plan.loss.chunks} chunks do not divide the local sequence of {local} tokens",
-            f"use one of {_legal(divisors(local))}",
+            f"use one of {listing(divisors(local))}",
         )
 
 
 @_rule(
-    "optimizer-groups", "Optimizer patterns are regular expressions, of which each claims a parameter before the next."
+    "optimizer-groups",
+    "Optimizer patterns are regular expressions, of which each claims a parameter before the next.",
+    doc=(
+        "The first pattern that matches a parameter wins, as in TorchTitan 0.3; a pattern that changes nothing is a "
+        "mistake that would otherwise show as a slightly different loss."
+    ),
+    at=("optimizer.param_groups",),
 )
 def _groups(plan: Plan) -> Iterator[Violation]:
     if not plan.optimizer.param_groups:
@@ -1047,7 +1307,17 @@ _BF16_ROUNDING = 2.0**-8
 
 
 @_rule(
-    "optimizer-state", "Moments in another dtype than the parameters' are not fused, and bfloat16 moments can decay."
+    "optimizer-state",
+    "Moments in another dtype than the parameters' are not fused, and bfloat16 moments can decay.",
+    doc=(
+        "torch's fused kernels take moments of the parameters' dtype. bfloat16 has 8 bits of precision, so a moment "
+        "that changes by less than one part in 256 a step never changes at all."
+    ),
+    at=(
+        "optimizer.implementation",
+        "optimizer.beta1",
+        "optimizer.beta2",
+    ),
 )
 def _optimizer_state(plan: Plan) -> Iterator[Violation]:
     optimizer = plan.optimizer
@@ -1072,7 +1342,15 @@ def _optimizer_state(plan: Plan) -> Iterator[Violation]:
 # ------------------------------------------------------------------ the job
 
 
-@_rule("data-source", "Text sources name a path and no dataset, Hugging Face sources a dataset.")
+@_rule(
+    "data-source",
+    "Text sources name a path and no dataset, Hugging Face sources a dataset.",
+    doc="What is read must be said once: a file or folder, or the name of a dataset.",
+    at=(
+        "data.path",
+        "data.dataset",
+    ),
+)
 def _data(plan: Plan) -> Iterator[Violation]:
     data = plan.data
     if data.source == "huggingface":
@@ -1089,7 +1367,23 @@ def _data(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("paths-relative", "Paths in a plan are relative, so that the plan means the same on every machine.")
+@_rule(
+    "paths-relative",
+    "Paths in a plan are relative, so that the plan means the same on every machine.",
+    doc=(
+        "A plan has the same digest and the same meaning on every machine; where things lie is said when it is started."
+    ),
+    at=(
+        "job.dump_folder",
+        "job.checkpoint.folder",
+        "job.checkpoint.initial_load_path",
+        "job.metrics.save_tb_folder",
+        "job.profiling.save_traces_folder",
+        "job.validation.path",
+        "data.path",
+        "data.tokenizer",
+    ),
+)
 def _paths(plan: Plan) -> Iterator[Violation]:
     job = plan.job
     for address, value in (
@@ -1112,7 +1406,18 @@ def _paths(plan: Plan) -> Iterator[Violation]:
             yield Violation(address, f"{value!r} is not a path", "name a file or folder")
 
 
-@_rule("job-validation", "Validation names a held-out text, and takes at least one batch of it.")
+@_rule(
+    "job-validation",
+    "Validation names a held-out text, and takes at least one batch of it.",
+    doc=(
+        "Ranks agree on the number of batches before they validate; a held-out text must exist and give at least one, "
+        "or ranks would wait for each other (torchtitan #1618)."
+    ),
+    at=(
+        "job.validation.path",
+        "job.validation.steps",
+    ),
+)
 def _validation(plan: Plan) -> Iterator[Violation]:
     if plan.job.validation.enable and plan.job.validation.path is None:
         yield Violation(
@@ -1124,7 +1429,12 @@ def _validation(plan: Plan) -> Iterator[Violation]:
         )
 
 
-@_rule("job-memory-snapshot", "Memory snapshots are recorded on CUDA.")
+@_rule(
+    "job-memory-snapshot",
+    "Memory snapshots are recorded on CUDA.",
+    doc="torch.cuda.memory records the CUDA allocator's history; there is none on a CPU.",
+    at=("job.profiling.enable_memory_snapshot",),
+)
 def _memory_snapshot(plan: Plan) -> Iterator[Violation]:
     if plan.job.profiling.enable_memory_snapshot and plan.cluster.gpu.device != "cuda":
         yield Violation(
@@ -1143,6 +1453,11 @@ _LAUNCHERS_OWN = re.compile(
 @_rule(
     "job-environment",
     "Environment variables have names that a shell accepts, values without NUL, and are not the launcher's own.",
+    doc=(
+        "They are exported by a shell before Python starts. torchrun sets RANK, MASTER_ADDR and their kind for every "
+        "rank; one value for all would be wrong for all but one."
+    ),
+    at=("job.environment",),
 )
 def _environment(plan: Plan) -> Iterator[Violation]:
     for name, value in plan.job.environment.items():
@@ -1164,19 +1479,93 @@ def _environment(plan: Plan) -> Iterator[Violation]:
             )
 
 
-def rule(rule_id: str) -> Rule | None:
+INVARIANTS: tuple[Invariant, ...] = (
+    Invariant(
+        "model-heads",
+        "The query heads divide into groups of one KV head each, and a head has an even width.",
+        "Grouped-query attention (arXiv 2305.13245) shares a KV head among equally many query heads, and rotary embedding "
+        "turns pairs of elements. TorchTitan rounded such numbers down silently (#4276).",
+        ("model",),
+    ),
+    Invariant(
+        "model-routing",
+        "Tokens choose among at least `top_k` experts, in equal groups of two or more where routing is limited to groups.",
+        "DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) judges a group by its two best experts; one that has fewer, or groups of "
+        "different size, have no such score.",
+        ("model",),
+    ),
+    Invariant(
+        "mesh-degrees",
+        "A degree is at least 1, `auto`, or -1 for the rest, which one axis may have.",
+        "Two unknowns have no single answer; TorchTitan's convention of -1 for what is left works for one axis.",
+        ("mesh",),
+    ),
+    Invariant(
+        "fsdp-prefetch",
+        "Units are gathered ahead by FSDP only.",
+        "DDP keeps all parameters whole, so there is nothing to gather.",
+        ("fsdp.prefetch_forward", "fsdp.prefetch_backward"),
+    ),
+    Invariant(
+        "ac-options",
+        "Options of a checkpointing mode go with that mode.",
+        "A list of operators to keep means nothing to a block that is recomputed whole; ignoring it would hide a mistake.",
+        ("activation_checkpoint.policies",),
+    ),
+    Invariant(
+        "float8-options",
+        "Options of Float8 go with a recipe.",
+        "Without a recipe nothing is computed in 8 bits. TorchTitan ignored some such flags silently (#3123).",
+        ("float8.recipe", "float8.emulate"),
+    ),
+    Invariant(
+        "compile-components",
+        "What is compiled is named.",
+        "TorchTitan compiled nothing, without a word, when the list of components was misspelt (#4473).",
+        ("compile.components",),
+    ),
+    Invariant(
+        "checkpoint-keep",
+        "At least two checkpoints are kept, or all.",
+        "The older one is what remains when a save fails half way. TorchTitan refuses 1 too.",
+        ("job.checkpoint.keep_latest_k",),
+    ),
+    Invariant(
+        "profiling-period",
+        "A trace with its warmup fits between two traces.",
+        "torch.profiler's schedule repeats every profile_freq steps, of which warmup and active steps are the last.",
+        ("job.profiling.profile_freq",),
+    ),
+    Invariant(
+        "lr-curve",
+        "Warmup and decay fit into the learning-rate curve.",
+        "The curve is warmup, stable, decay, in this order and without overlap.",
+        ("lr_schedule.decay_steps",),
+    ),
+)
+"""Rules that a value keeps by construction."""
+
+
+def rule(rule_id: str) -> Rule | Invariant | None:
     """The rule called `rule_id`, or None."""
-    return next((entry for entry in RULES if entry.id == rule_id), None)
+    known: list[Rule | Invariant] = [*RULES, *INVARIANTS]
+    return next((entry for entry in known if entry.id == rule_id), None)
 
 
 __all__ = [
+    "INVARIANTS",
     "RULES",
+    "Invariant",
     "Rule",
     "Violation",
     "divisors",
+    "ep_degrees",
     "float8_all_gather_obstacle",
     "float8_token_block",
+    "mixtures",
     "mxfp8_experts_obstacle",
     "rule",
     "splits_backward",
+    "tp_dim_violations",
+    "tp_head_violations",
 ]

@@ -64,7 +64,10 @@ def override(model: Model, changes: ModelOverrides) -> Model:
         )
         if changes.head_dim is None and dim % heads:
             raise InvariantError(
-                "num_heads", f"`num_heads` {heads} does not divide `dim` {dim}", "set `head_dim` as well, or change one"
+                "num_heads",
+                f"`num_heads` {heads} does not divide `dim` {dim}",
+                "set `head_dim` as well, or change one",
+                rule="model-heads",
             )
         rope = attention.rope
         if changes.rope_theta is not None:
@@ -115,7 +118,7 @@ def _experts(old: Moe, changes: MoeOverrides) -> Moe:
     try:
         return replace(old, **values)
     except InvariantError as error:
-        raise InvariantError(f"moe.{error.field}", error.message, error.hint) from None
+        raise InvariantError(f"moe.{error.field}", error.message, error.hint, error.rule) from None
 
 
 def _scaling(old: RopeScaling | None, changes: RopeScalingSpec) -> RopeScaling:
@@ -131,4 +134,4 @@ def _scaling(old: RopeScaling | None, changes: RopeScalingSpec) -> RopeScaling:
     try:
         return RopeScaling(**values)  # type: ignore[arg-type]
     except InvariantError as error:
-        raise InvariantError(f"rope_scaling.{error.field}", error.message, error.hint) from None
+        raise InvariantError(f"rope_scaling.{error.field}", error.message, error.hint, error.rule) from None

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from titan_planner.ir.execution import SkippedLinear
+from titan_planner.ir.features import AUTO_FILTER
 from titan_planner.ir.fqn import fold, pattern_matches
 from titan_planner.ir.inventory import expert_modules, is_router, linear_modules, parameters
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.rules import float8_all_gather_obstacle, float8_token_block, mxfp8_experts_obstacle
 from titan_planner.passes.context import Context
 from titan_planner.sharding import local_shape
-
-AUTO_FILTER = "auto_filter_small_kn"
 
 # torchao 0.18's thresholds; N = out features, K = in features. Below them the casts cost more than the matmul gains.
 _TOO_SMALL: dict[str, Callable[[int, int], bool]] = {

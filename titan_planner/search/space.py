@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from titan_planner.ir.capabilities import kv_replicas
 from titan_planner.ir.job import Batch
 from titan_planner.ir.model import Model
 from titan_planner.ir.parallel import Mesh, ModuleSharding, Pipeline, Schedule
 from titan_planner.ir.plan import Plan
 from titan_planner.ir.request import DEGREE_FIELDS
 from titan_planner.ir.rules import divisors, mixtures
-from titan_planner.layout import fsdp_units, kv_replicas, tp_allowed
+from titan_planner.layout import comm_backend, fsdp_units, tp_allowed
 from titan_planner.schedules import place_stages
 from titan_planner.sharding import expert_rows, tensor_parallel_rows
 
@@ -325,6 +326,7 @@ class Space:
                 kv_replicas=kv_replicas(self.model, mesh.tp) if tensor and self.pins.kv_head_replication else 1,
             ),
             context_parallel=replace(plan.context_parallel, method=inner.method),
+            expert_parallel=replace(plan.expert_parallel, comm_backend=comm_backend(self.request, mesh)),
             loss=replace(plan.loss, chunks=inner.chunks),
             sharding=_rows(self.model, inner.sequence_parallel, loss_parallel, mesh.tp, mesh.ep, mesh.etp),
         )
