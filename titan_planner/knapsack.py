@@ -108,7 +108,7 @@ class _Knapsack:
             each = (option.nbytes - smallest) * kind.held[p]
             if each > 0:
                 most = min(most, math.floor(room / each * (1 + _ROUNDING) + _ROUNDING))
-            elif room < -_ROUNDING * abs(budget):
+            elif room < -_ROUNDING * abs(self.budgets[p]):
                 return
         for number in range(most, low - 1, -1):
             rest = [b - option.nbytes * number * kind.held[p] for p, b in enumerate(left)]
@@ -159,7 +159,7 @@ class _Knapsack:
                 if saved > 0:
                     steps.append(((b.seconds - a.seconds) * count / saved, saved, (b.seconds - a.seconds) * count))
         over = need - budget
-        if over <= 0:
+        if over <= _ROUNDING * abs(self.budgets[p]):
             return seconds
         for rate, saved, cost in sorted(steps):
             if saved >= over:
